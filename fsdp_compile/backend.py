@@ -19,8 +19,7 @@ from fsdp_compile._torch.dynamo import (
 )
 from fsdp_compile.capture import plain, unaveraged
 from fsdp_compile.capture.flat_inputs import flat_inputs
-from fsdp_compile.capture.functions import returned_reads, take_reads_out
-from fsdp_compile.capture.leave_functional_call import leave_functional_call
+from fsdp_compile.capture.functions import leave_functional_call, returned_reads, take_reads_out
 from fsdp_compile.capture.reject_writes import refuse_writes
 from fsdp_compile.capture.shard_embeddings import shard_lookups
 from fsdp_compile.capture.whole_model import is_whole_model, refuse_budget_of_a_part
@@ -188,6 +187,8 @@ def _before_compile(frame: FrameToCompile) -> None:
     plain.shard_in_frame(frame)
     for module in plain.modules_of(frame):
         take_over_all(module)
+    if frame.starts is not None:
+        unaveraged.refuse_plain_forward(frame.starts)
 
 
 tell_of_uncaught_errors()

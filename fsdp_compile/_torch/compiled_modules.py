@@ -20,7 +20,7 @@ from torch._dynamo.eval_frame import innermost_fn
 from torch._dynamo.external_utils import wrap_inline
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from fsdp_compile._torch.dynamo import OptimizedModule, backend_in, calls_under_way
+from fsdp_compile._torch.dynamo import OptimizedModule, calls_under_way, given_backend
 
 
 def after_each_compile_of_a_module(
@@ -38,9 +38,12 @@ def after_each_compile_of_a_module(
     """
 
     def registered(module: nn.Module, name: str, child: nn.Module | None) -> None:
-        is_wrapper = isinstance(module, OptimizedModule) and name == "_orig_mod" and child is not None
-        if is_wrapper and backend_in(_context_of(module)) is backend:  # type: ignore[arg-type]
-            wrapped(module, child)  # type: ignore[arg-type]
+        if isinstance(module, OptimizedModule) and name == "_orig_mod" and child is not None:
+            # It may still be in its `__init__`.
+            calls = calls_under_way(OptimizedModule.__init__.__code__)
+            made = next((call["dynamo_ctx"] for call in calls if call["self"] is module), None)
+            if given_backend(vars(module).get("dynamo_ctx") or made).function is backend:
+                wrapped(module, child)
 
     original = nn.Module.compile
 
@@ -91,11 +94,3 @@ def is_backend(given: object, backend: Callable[..., Any]) -> bool:
     """
     found = registry._COMPILER_FNS.get(backend.__name__, backend) if given == backend.__name__ else given
     return found is backend
-
-
-def _context_of(compiled: OptimizedModule) -> object:
-    """What a module that may still be in its `__init__` is compiled with."""
-    made = (
-        call["dynamo_ctx"] for call in calls_under_way(OptimizedModule.__init__.__code__) if call["self"] is compiled
-    )
-    return vars(compiled).get("dynamo_ctx") or next(made, None)

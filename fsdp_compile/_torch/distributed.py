@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -13,6 +13,13 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives
 from torch._C._distributed_c10d import _register_process_group, _resolve_process_group
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.distributed.checkpoint import metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+
+__all__ = ["StorageInfo"]
+
+MemoryFormat: Any = metadata._MEM_FORMAT_ENCODING
+"""What DCP writes for `torch.memory_format`."""
 
 collectives = torch.ops._c10d_functional
 """Functional collectives as graph nodes: each returns a tensor (or a list) that `wait_tensor` completes."""
@@ -37,21 +44,18 @@ def largest(numbers: Sequence[int], group: dist.ProcessGroup) -> list[int]:
         numbers: Of 64 bits.
         group: One that is used for nothing else: collectives of another order may be under way in others.
     """
-    if "gloo" in str(dist.get_backend_config(group)):
-        return _reduced(numbers, group, torch.device("cpu"))
-    device = torch.accelerator.current_accelerator()
-    assert device is not None
-    # On a stream of its own: this waits for the other ranks' hosts, and not for what their devices have queued.
-    own: Any = torch.Stream(device)
-    with own:
-        return _reduced(numbers, group, device)
-
-
-def _reduced(numbers: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[int]:
+    device = torch.device("cpu")
+    stream: Any = contextlib.nullcontext()
+    if "gloo" not in str(dist.get_backend_config(group)):
+        accelerator = torch.accelerator.current_accelerator()
+        assert accelerator is not None
+        # On a stream of its own: this waits for the other ranks' hosts, and not for what their devices have queued.
+        device, stream = accelerator, torch.Stream(accelerator)
     options: Any = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp.MAX
     backend: Any = group._get_backend(device)
-    with temporarily_clear_interpreter_stack():  # inside of `torch.func.grad` every new tensor would be a wrapper
+    # Inside of `torch.func.grad` every new tensor would be a wrapper.
+    with stream, temporarily_clear_interpreter_stack():
         values = torch.tensor(numbers, dtype=torch.int64, device=device)
         # Past the dispatcher, where modes and profilers of the user's would count a collective the program has not.
         backend.allreduce([values], options).wait()
@@ -121,17 +125,12 @@ def serial_gloo_group(ranks: Sequence[int], timeout: timedelta, description: str
     return made
 
 
-def _gloo_devices() -> list[Any]:
-    """The interfaces that gloo's variable names, as in torch's own groups, or the default."""
-    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    if not names:
-        return [dist.ProcessGroupGloo.create_default_device()]
-    return [dist.ProcessGroupGloo.create_device(interface=name) for name in names]
-
-
 def _make_serial_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = _gloo_devices()
+    # The interfaces that gloo's variable names, as in torch's own groups, or the default.
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    named = [dist.ProcessGroupGloo.create_device(interface=name) for name in names]
+    options._devices = named or [dist.ProcessGroupGloo.create_default_device()]
     options._threads = 1
     options._timeout = timeout
     return dist.ProcessGroupGloo(store, rank, size, options)
@@ -170,7 +169,11 @@ def new_group(ranks: Sequence[int], timeout: timedelta, description: str) -> dis
     world = dist.group.WORLD
     assert world is not None
     device = world.bound_device_id
-    with _not_split_off(world) if len(ranks) < world.size() else contextlib.nullcontext():
+    if len(ranks) < world.size():
+        # Torch splits groups off a world that is bound to a device, which NCCL does when all ranks of the world take
+        # part: this one gets a communicator of its own.
+        world.bound_device_id = None
+    try:
         made = dist.new_group(
             list(ranks),
             timeout=timeout,
@@ -179,19 +182,7 @@ def new_group(ranks: Sequence[int], timeout: timedelta, description: str) -> dis
             group_desc=description,
             device_id=device,
         )
+    finally:
+        world.bound_device_id = device
     assert isinstance(made, dist.ProcessGroup)
     return made
-
-
-@contextlib.contextmanager
-def _not_split_off(world: dist.ProcessGroup) -> Iterator[None]:
-    """Groups that are made meanwhile get communicators of their own.
-
-    Torch splits them off a world that is bound to a device, which NCCL does when all ranks of the world take part.
-    """
-    bound: torch.device | None = world.bound_device_id
-    world.bound_device_id = None
-    try:
-        yield
-    finally:
-        world.bound_device_id = bound

@@ -19,6 +19,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo import convert_frame, graph_break, symbolic_convert
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.distributed import DDPOptimizer
+from torch._dynamo.comptime import comptime
 from torch._dynamo.eval_frame import OptimizedModule, skip_code
 from torch._dynamo.exc import SkipFrame
 from torch._dynamo.utils import counters
@@ -45,6 +46,7 @@ __all__ = [
     "aot_autograd",
     "compile_fx",
     "compile_fx_inner",
+    "comptime",
     "detect_fake_mode",
     "functorch_config",
     "get_hash_for_files",
@@ -111,17 +113,8 @@ MODULE_CALLS = frozenset({"__call__", "_call_impl"})
 """Names of the functions through which modules are called: `nn.Module`'s, and those of `torch.compile(module)`."""
 _FORWARDS = MODULE_CALLS | {"forward", "_wrapped_call_impl"}
 """Names of the functions in which a forward runs."""
-COMPILED_CALL = "compile_wrapper"
-"""Name of the function through which compiled code is entered."""
-_COMPILE = "_compile"
-"""Name of the function in which Dynamo compiles a frame."""
 _CANNOT_TELL = (NameError, AttributeError, LookupError, TypeError, SyntaxError)
 """Raised by expressions of Dynamo that are no Python, or need names which only its guards have."""
-
-
-_FORWARDS = frozenset({"forward", "_call_impl", "_wrapped_call_impl", "__call__"})
-"""Names of the functions in which a forward runs."""
-_COND_FILE = sys.modules["torch._higher_order_ops.cond"].__file__  # a function of that name hides the module
 
 
 def stack() -> Iterator[FrameType]:
@@ -148,7 +141,7 @@ def modules_being_called() -> Iterator[nn.Module | None]:
     """Modules whose calls this thread is in, innermost first, with `None` where a call entered compiled code."""
     for frame in stack():
         name = frame.f_code.co_name
-        if name == COMPILED_CALL:
+        if name == "compile_wrapper":
             yield None
         elif name in MODULE_CALLS and isinstance(called := frame.f_locals.get("self"), nn.Module):
             yield called
@@ -202,6 +195,13 @@ def leave_to_python(why: str) -> Exception | None:
     return SkipFrame(why)
 
 
+def leave_while_traced(_: object) -> None:
+    """For `comptime` in traced code: leaves the frame to Python, from its start, if that is allowed."""
+    why = leave_to_python("fsdp_compile: a sharded parameter is replaced by a tensor")
+    if why is not None:
+        raise why
+
+
 def is_compiling_a_frame() -> bool:
     """Whether this thread runs Dynamo or a backend that it has called."""
     return root_translator() is not None
@@ -213,24 +213,12 @@ def is_tracing_python() -> bool:
     return translator is not None and not translator.output.should_exit
 
 
-def is_in_eager_cond() -> bool:
-    """Whether Dynamo traces the branches of a `torch.cond` that uncompiled code calls."""
-    translator = root_translator()
-    return translator is not None and translator.output.root_tx.f_code.co_filename == _COND_FILE
-
-
 @torch.compiler.assume_constant_result  # type: ignore[no-untyped-call, unused-ignore]
 def traces_a_forward() -> bool:
     """Whether what Dynamo traces here is a part of a module's forward; for code that it traces."""
     if any(frame.name in _FORWARDS for frame in TracingContext.extract_stack()):
         return True
-    calls = (frame for frame in stack() if frame.f_code.co_name in _FORWARDS)
-    return any(isinstance(frame.f_locals.get("self"), nn.Module) for frame in calls)
-
-
-def backend_in(context: object) -> object:
-    """The function that a context of `torch.compile` compiles with; `None` if it compiles nothing."""
-    return _given_backend(getattr(context, "callback", None)).function
+    return any(f.f_code.co_name in _FORWARDS and isinstance(f.f_locals.get("self"), nn.Module) for f in stack())
 
 
 def compiler_of_calls() -> Callable[..., Any] | None:
@@ -239,29 +227,21 @@ def compiler_of_calls() -> Callable[..., Any] | None:
     return callback if callable(callback) else None
 
 
-def backend_in_callback(callback: object) -> object:
-    """The function that a callback of Dynamo for frames compiles with."""
-    return _given_backend(callback).function
-
-
-def options_of(compiled: OptimizedModule) -> Mapping[str, Any] | None:
-    """The options that were given to `torch.compile` for the backend."""
-    return _given_backend(getattr(compiled.dynamo_ctx, "callback", None)).options
-
-
-class _Backend(NamedTuple):
+class GivenBackend(NamedTuple):
     """The function that was given to `torch.compile`, or found by the given name, and its options."""
 
     function: object
     options: Mapping[str, Any] | None
 
 
-def _given_backend(wrapped: Any) -> _Backend:
+def given_backend(wrapped: Any) -> GivenBackend:
+    """What a context of `torch.compile`, or a callback of Dynamo for frames, compiles with."""
+    wrapped = getattr(wrapped, "callback", wrapped)
     while hasattr(wrapped, "_torchdynamo_orig_backend"):
         wrapped = wrapped._torchdynamo_orig_backend
     if isinstance(splitter := getattr(wrapped, "__self__", None), DDPOptimizer):  # inside of a forward of DDP
-        return _given_backend(splitter.backend_compile_fn)
-    return _Backend(getattr(wrapped, "compiler_fn", wrapped), getattr(wrapped, "kwargs", {}).get("options"))
+        return given_backend(splitter.backend_compile_fn)
+    return GivenBackend(getattr(wrapped, "compiler_fn", wrapped), getattr(wrapped, "kwargs", {}).get("options"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -291,9 +271,10 @@ def before_each_compile(backend: object, call: Callable[[FrameToCompile], None])
     """
 
     def describe() -> str:
-        frame = next((f for f in stack() if f.f_code.co_name == _COMPILE and _is_of_dynamo(f)), None)
+        own = (f for f in stack() if f.f_code.co_filename == convert_frame.__file__)
+        frame = next((f for f in own if f.f_code.co_name == "_compile"), None)
         given = None if frame is None else frame.f_locals
-        if given is not None and _given_backend(given["compiler_fn"]).function is backend:
+        if given is not None and given_backend(given["compiler_fn"]).function is backend:
             call(_frame_to_compile(given))
         return ""  # a user context, of which there is none
 
@@ -307,10 +288,6 @@ def double_recompile_limit() -> None:
     Each shape may need two of this backend's graphs: one that accumulates gradients, and one that reduces them.
     """
     torch._dynamo.config.recompile_limit *= 2
-
-
-def _is_of_dynamo(frame: FrameType) -> bool:
-    return frame.f_code.co_filename == convert_frame.__file__
 
 
 def _frame_to_compile(given: Mapping[str, Any]) -> FrameToCompile:

@@ -4,8 +4,8 @@
     FSDPParamGroup       the parameters of a call that are gathered together: mesh, flags of accumulation
     FSDPParam            one parameter: its DTensor, its shard, and the modules that register it
 
-Everything that this package reads or changes of these objects is named here, in `fully_shard_params.py` (parameters)
-and in `fully_shard_calls.py` (calls of `fully_shard`).
+Everything that this package reads or changes of these objects it does here, in `fully_shard_params.py` (parameters)
+and in `fully_shard_calls.py` (calls of `fully_shard`); `fully_shard_names.py` lists the names.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
+from fsdp_compile._torch.fully_shard_names import (
+    MANAGED,
+    ORIGINAL_PARAMS,
+    DefaultAllGather,
+    DefaultReduceScatter,
+    FSDPParamGroup,
+    FSDPState,
+    TrainingState,
+    _module_state_mapping,
+)
 from fsdp_compile._torch.fully_shard_params import TorchParam
 
-__all__ = ["FSDPModule", "FSDPState", "TrainingState"]
-
-MANAGED = "_is_fsdp_managed_module"
-"""FSDP2's mark on each module of a sharded model; Dynamo guards marked modules in a way of its own."""
-_ORIGINAL_PARAMS = "_fsdp_use_orig_params"
+__all__ = ["MANAGED", "FSDPModule", "FSDPState", "TrainingState"]
 
 TorchGroup = Any
 """A `FSDPParamGroup` of torch."""
@@ -62,20 +63,15 @@ def lazy_init(state: FSDPState) -> None:
 
 def lazy_init_on_meta(state: FSDPState) -> None:
     """`lazy_init` for a model of which no value is ever read: FSDP2 refuses parameters that are on meta."""
-    for module in state._modules[0].modules():
-        inner = state_of(module)
-        for group in [] if inner is None else groups_of(inner):
-            group._validate_no_meta_params = group._validate_cpu_offload_params = _refuse_nothing
+    for group in groups_below(state._modules[0]):
+        group._validate_no_meta_params = group._validate_cpu_offload_params = lambda: None
     state._lazy_init()
-
-
-def _refuse_nothing() -> None:
-    """For checks that a model without values does not meet."""
 
 
 def class_below(made: type) -> type:
     """The user's class, from which FSDP2 has derived one for modules that `fully_shard` was called on."""
-    return made.__bases__[1] if made.__bases__[:1] == (FSDPModule,) else made
+    classes = made.__mro__
+    return classes[classes.index(FSDPModule) + 1] if FSDPModule in classes else made
 
 
 def states_of_model(state: FSDPState) -> list[FSDPState]:
@@ -104,6 +100,12 @@ def groups_of(state: FSDPState) -> list[TorchGroup]:
         return list(state._fsdp_param_groups)
     only = state._fsdp_param_group  # up to torch 2.11
     return [] if only is None else [only]
+
+
+def groups_below(module: nn.Module) -> list[TorchGroup]:
+    """The parameter groups of a module, and of those in it."""
+    states = dict.fromkeys(state for part in module.modules() if (state := state_of(part)) is not None)
+    return [group for state in states for group in groups_of(state)]
 
 
 @functools.cache
@@ -190,7 +192,7 @@ def _belongs_to(hook: Any, state: FSDPState) -> bool:
 def take_marks(module: nn.Module) -> bool:
     """Removes FSDP2's marks for Dynamo from a module; returns whether there were any."""
     marked = MANAGED in module.__dict__
-    for name in (MANAGED, _ORIGINAL_PARAMS):
+    for name in (MANAGED, ORIGINAL_PARAMS):
         module.__dict__.pop(name, None)
     return marked
 
@@ -288,6 +290,11 @@ def is_sharded(group: TorchGroup) -> bool:
     return bool(group.is_sharded)
 
 
+def is_being_gathered(group: TorchGroup) -> bool:
+    """Whether a gather of a group has begun, whose result nothing has waited for."""
+    return group._all_gather_result is not None
+
+
 def reshard(group: TorchGroup) -> None:
     """Registers the sharded parameters of a group again, and frees the gathered ones."""
     group.wait_for_unshard()
@@ -323,7 +330,7 @@ def is_registered_by_torch(param: TorchParam, value: object) -> bool:
         getattr(param, "_unsharded_param", None),
         getattr(param, "_sharded_post_forward_param", None),
     )
-    return any(value is each for each in own)
+    return value is not None and any(value is each for each in own)
 
 
 def follow_dtypes(group: TorchGroup) -> None:

@@ -9,17 +9,22 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
-from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
-from torch.distributed._composable_state import _module_state_mapping
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
-from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_init
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from fsdp_compile._torch.fully_shard import (
     OWN_SETTINGS,
+    class_below,
     groups_of,
     has_group_lists,
     reductions,
     state_of,
+)
+from fsdp_compile._torch.fully_shard_names import (
+    REGISTRY_KEY,
+    STATE_KEY,
+    _fsdp_common,
+    _fsdp_init,
+    _module_state_mapping,
 )
 
 _NOTES = "_fsdp_compile_notes"
@@ -140,7 +145,7 @@ def merge_calls(into: nn.Module, others: Iterable[nn.Module]) -> None:
             del _module_state_mapping[module]
             del module.__dict__[STATE_KEY][_APPLIED]
             del module.__dict__[REGISTRY_KEY][_APPLIED.__name__]
-            module.__class__ = _plain(module)
+            module.__class__ = class_below(type(module))
         for group in groups_of(state):
             same = next((each for each in groups_of(target) if _may_be_one(each, group)), None)
             if same is not None:
@@ -187,17 +192,11 @@ def is_offloaded(module: nn.Module) -> bool:
 def plain_class(module: nn.Module) -> Iterator[None]:
     """A context in which methods that FSDP2 overrides, such as what `to_empty()` calls, are those of `nn.Module`."""
     sharded = type(module)
-    module.__class__ = _plain(module)
+    module.__class__ = class_below(type(module))
     try:
         yield
     finally:
         module.__class__ = sharded
-
-
-def _plain(module: nn.Module) -> type:
-    """The class of a module before FSDP2 put it into a class of its own."""
-    bases = type(module).__mro__
-    return bases[bases.index(FSDPModule) + 1] if FSDPModule in bases else type(module)
 
 
 def _state(module: nn.Module) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,14 @@ def sharded_param(param: TorchParam) -> nn.Parameter:
     """The DTensor parameter that users, optimizers and checkpoints see."""
     found: nn.Parameter = param.sharded_param
     return found
+
+
+def seen_params(params: Sequence[TorchParam]) -> list[tuple[int, int, bool]]:
+    """What differs once DTensor parameters were replaced, written to by `.data`, frozen or thawed.
+
+    Each forward asks: there is no call of Python for each parameter.
+    """
+    return [(id(p := each.sharded_param), id(p._local_tensor), p.requires_grad) for each in params]
 
 
 def shape_of(param: TorchParam) -> tuple[int, ...]:
@@ -81,8 +90,9 @@ def take_unreduced_grad(param: TorchParam) -> torch.Tensor | None:
 
 
 def give_unreduced_grad(param: TorchParam, grad: torch.Tensor) -> None:
-    """Makes FSDP2 add an unreduced gradient to that of its next backward."""
-    _set_accumulated(param, grad)
+    """Makes FSDP2 add an unreduced gradient to what it reduces next."""
+    known = param.unsharded_accumulated_grad
+    _set_accumulated(param, grad if known is None else known + grad)
 
 
 def _set_accumulated(param: TorchParam, grad: torch.Tensor | None) -> None:

@@ -21,6 +21,7 @@ __all__ = [
     "OpOverload",
     "OpOverloadPacket",
     "TorchDispatchMode",
+    "is_traceable_wrapper_subclass",
     "tree_leaves",
     "tree_map",
 ]
@@ -145,26 +146,11 @@ def foreach_norm(tensors: list[torch.Tensor], order: float, dtype: torch.dtype) 
     return list(torch._foreach_norm(tensors, order, dtype=dtype))
 
 
-def foreach_mul_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiplies tensors of one device and dtype in place by a 0-d tensor of theirs."""
-    torch._foreach_mul_(tensors, factor)
-
-
-def foreach_lerp_(tensors: list[torch.Tensor], ends: list[torch.Tensor], weight: float) -> None:
-    """Moves tensors of one device and dtype in place towards others, by a part of the way."""
-    torch._foreach_lerp_(tensors, ends, weight)
-
-
-def foreach_copy_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copies tensors into others."""
-    torch._foreach_copy_(targets, sources)
-
-
-def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is of a subclass that wraps others, and says which."""
-    return is_traceable_wrapper_subclass(tensor)
-
-
-def unscale_and_check(tensors: list[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
-    """Multiplies tensors of one device and dtype in place; sets `found_inf` to 1 if a value is not finite."""
-    torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, inv_scale)
+foreach_mul_ = torch._foreach_mul_
+"""Multiplies tensors of one device and dtype in place by a 0-d tensor of theirs."""
+foreach_lerp_ = torch._foreach_lerp_
+"""Moves tensors of one device and dtype in place towards others, by a part of the way."""
+foreach_copy_ = torch._foreach_copy_
+"""Copies tensors into others."""
+unscale_and_check = torch._amp_foreach_non_finite_check_and_unscale_
+"""Multiplies tensors of one device and dtype in place; sets a 0-d tensor to 1 if a value is not finite."""

@@ -33,7 +33,7 @@ from fsdp_compile._torch.dynamo import (
     FrameToCompile,
     OptimizedModule,
     call_of,
-    options_of,
+    given_backend,
     skip_code,
 )
 from fsdp_compile.capture.unaveraged import (
@@ -65,7 +65,7 @@ def watch(backend: Callable[..., Any]) -> None:
     """Shards what is compiled for a backend at its first call; the backend's module calls this when it is imported."""
 
     def wrapped(compiled: OptimizedModule, module: nn.Module) -> None:
-        _FirstCall(compiled, module, lambda: options_of(compiled))
+        _FirstCall(compiled, module, lambda: given_backend(compiled.dynamo_ctx).options)
         if hooks_are_traced(module):
             compiled.register_forward_pre_hook(follow_changes)
 
@@ -230,8 +230,8 @@ def _shard(module: nn.Module, options: FSDPOptions) -> bool:
             instead="one module that has both models, compiled or given to fully_shard(); their forwards as methods "
             "that its forward calls",
         )
-    refuse(module, places.values())
     refuse_params(places.values())
+    refuse(module, places.values())
     with outside_of_transforms(), torch.no_grad():
         if not options.sync_module_states:
             _compare_values(module, places.values(), options)

@@ -71,7 +71,9 @@ def _written(node: fx.Node) -> Iterator[fx.Node]:
 
 def _written_arguments(node: fx.Node) -> Iterator[Any]:
     target: Any = node.target
-    if target in _ASSIGNMENTS or _is_asked_to(node):
+    # A call of `torch.nn.functional` may have a true `inplace`.
+    is_functional = getattr(target, "__module__", None) == F.__name__
+    if target in _ASSIGNMENTS or (is_functional and _arguments(target, node).get("inplace")):
         yield node.args[:1]
     elif target in _IF_ASKED:
         (asks, written), given = _IF_ASKED[target], _arguments(target, node)
@@ -112,14 +114,6 @@ _METHODS = {
     "__irshift__": "bitwise_right_shift_",
 }
 """Methods of tensors by which Python's assignments are done, and an operator that writes into the same argument."""
-
-
-def _is_asked_to(node: fx.Node) -> bool:
-    """Whether a call of `torch.nn.functional` has a true `inplace`."""
-    target: Any = node.target
-    if getattr(target, "__module__", None) != F.__name__:
-        return False
-    return bool(_arguments(target, node).get("inplace"))
 
 
 def _arguments(function: Any, node: fx.Node) -> dict[str, Any]:

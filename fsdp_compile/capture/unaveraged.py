@@ -28,6 +28,7 @@ from fsdp_compile.fsdp2.param_group import ParamGroup
 from fsdp_compile.fsdp2.take_over import sharded_root
 from fsdp_compile.fsdp2.updates import has_user_hooks
 from fsdp_compile.options import FSDPOptions
+from fsdp_compile.sharding.params import is_whole
 
 _WHOLE = "call fully_shard(model) first, or compile the model"
 WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel)
@@ -63,7 +64,7 @@ def refuse(module: nn.Module, named: Iterable[tuple[str, nn.Parameter]]) -> None
     Raises:
         ConfigError: If it is in or around another data parallelism, is a part of a plain model, is on the meta device,
             or has gradients or hooks on them.
-        UnsupportedModelError: If it has a module of TorchScript with parameters.
+        UnsupportedModelError: If it has a module of TorchScript with parameters, or one is not contiguous.
     """
     for path, part in module.named_modules():
         if isinstance(part, WRAPPERS) or is_replicated(part):
@@ -81,6 +82,12 @@ def refuse(module: nn.Module, named: Iterable[tuple[str, nn.Parameter]]) -> None
                 where=name,
                 instead="fsdp_compile.fully_shard(model, param_init_fn=...) or model.to_empty() and an initialization, "
                 "before the first call",
+            )
+        if not is_whole(parameter) and not parameter.is_contiguous():
+            raise UnsupportedModelError(
+                f"a parameter is not contiguous: shape {tuple(parameter.shape)}, strides {parameter.stride()}",
+                where=name,
+                instead="a contiguous one, as nn.Parameter(p.contiguous()) makes it",
             )
         if parameter.grad is not None:
             raise ConfigError(
@@ -180,13 +187,33 @@ def refuse_plain(gm: fx.GraphModule, inputs: Sequence[object]) -> None:
         # FSDP2 registers gathered parameters, which are plain; others stay whole.
         averaged = ids_in(fsdp2.sharded_modules()) if averaged is None else averaged
         way = [module for module in values_on_the_way(placeholder) if isinstance(module, nn.Module)]
-        if (wrapper := next((m for m in way if isinstance(m, WRAPPERS) or is_replicated(m)), None)) is not None:
-            raise _refuse_wrapper(wrapper, type(wrapper).__name__)
         if id(value) not in averaged and not any(sharded_root(module) is not None for module in way):
             owner = next((m for m in way if any(p is value for _, (_, p) in places_of(m))), None)
             name = next((n for _, (n, p) in places_of(owner) if p is value), "") if owner is not None else ""
-            raise ConfigError(
-                "a compiled function trains a plain model, whose gradients no rank would average",
-                where=f"{type(owner).__name__}, parameter {name}" if owner is not None else placeholder.name,
-                instead=_WHOLE,
+            raise _of_plain_model(
+                placeholder.name if owner is None else f"{type(owner).__name__}, parameter {name}", way
             )
+
+
+def refuse_plain_forward(module: nn.Module) -> None:
+    """Refuses a forward of a plain model: behind graph breaks, Python may read the parameters that it trains.
+
+    Raises:
+        ConfigError: With the name of such a parameter.
+    """
+    if not torch.is_grad_enabled() or sharded_root(module) is not None:
+        return
+    named = [each for _, each in places_of(module) if each[1].requires_grad and not isinstance(each[1], DTensor)]
+    averaged = ids_in(fsdp2.sharded_modules()) if named else set()
+    for name, parameter in named:
+        if id(parameter) not in averaged:
+            raise _of_plain_model(f"{user_class(module).__name__}, parameter {name}", [module])
+
+
+def _of_plain_model(where: str, way: Sequence[nn.Module]) -> ConfigError:
+    for around in (*way, *modules_being_called()):
+        if around is not None and (isinstance(around, WRAPPERS) or is_replicated(around)):
+            return _refuse_wrapper(around, type(around).__name__)
+    return ConfigError(
+        "a compiled function trains a plain model, whose gradients no rank would average", where=where, instead=_WHOLE
+    )

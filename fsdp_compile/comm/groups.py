@@ -270,17 +270,10 @@ def _start_world(device_type: str) -> None:
 
 
 def check_mesh(mesh: DeviceMesh) -> None:
-    """Raises `ConfigError` for a mesh that is neither 1-D (shard) nor 2-D (replicate, shard)."""
+    """Raises `ConfigError` for what is no mesh."""
     if not isinstance(mesh, DeviceMesh):
         raise ConfigError(
             f"mesh is a {type(mesh).__name__}, not a DeviceMesh",
             where="fully_shard(mesh=...)",
             instead='init_device_mesh("cuda", (world_size,))',
-        )
-    if mesh.ndim not in (1, 2):
-        raise ConfigError(
-            f"mesh has {mesh.ndim} dimensions",
-            where="fully_shard(mesh=...)",
-            instead="a 1-D mesh to shard over, or a 2-D mesh (replicate, shard); take the two dimensions from a larger "
-            'mesh with mesh["replicate", "shard"]',
         )

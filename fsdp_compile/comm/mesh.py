@@ -63,7 +63,16 @@ def hybrid_mesh(device_type: str) -> DeviceMesh:
         ConfigError: If the ranks of a machine cannot be counted, or the world does not divide by their number.
     """
     world = default_mesh(device_type).size()  # starts the world if need be
-    shard = _ranks_per_machine(device_type)
+    shard = ranks_per_host()
+    if shard is None:
+        shard = 0 if device_type == "cpu" else torch.get_device_module(device_type).device_count()
+    if not shard:
+        raise ConfigError(
+            f"it is not known how many ranks share a machine: there is no LOCAL_WORLD_SIZE, and a {device_type} is "
+            "not counted",
+            where="sharding_strategy=HYBRID_SHARD without a mesh",
+            instead="torchrun, which sets LOCAL_WORLD_SIZE, or a mesh (replicate, shard)",
+        )
     if world % shard:
         raise ConfigError(
             f"{world} ranks do not divide into machines of {shard}",
@@ -71,18 +80,3 @@ def hybrid_mesh(device_type: str) -> DeviceMesh:
             instead="the same number of ranks on every machine, or a mesh (replicate, shard)",
         )
     return mesh_of_shape(device_type, (world // shard, shard))
-
-
-def _ranks_per_machine(device_type: str) -> int:
-    told = ranks_per_host()
-    if told is not None:
-        return told
-    count = 0 if device_type == "cpu" else torch.get_device_module(device_type).device_count()
-    if not count:
-        raise ConfigError(
-            f"it is not known how many ranks share a machine: there is no LOCAL_WORLD_SIZE, and a {device_type} is "
-            "not counted",
-            where="sharding_strategy=HYBRID_SHARD without a mesh",
-            instead="torchrun, which sets LOCAL_WORLD_SIZE, or a mesh (replicate, shard)",
-        )
-    return count

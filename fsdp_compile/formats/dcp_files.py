@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
-from fsdp_compile._torch.dcp_metadata import METADATA, read_metadata
+from fsdp_compile.formats.dcp_metadata import METADATA, read_metadata
 
 
 class SafeReader(FileSystemReader):

@@ -43,17 +43,17 @@ def no_sync(model: nn.Module) -> Iterator[None]:
             where="no_sync(model)",
             instead="the model, or what torch.compile(model) returned; for a compiled function, the model it calls",
         )
-    before = {id(group): fsdp2.reductions(group) for group in _groups(module)}
+    before = {id(group): fsdp2.reductions(group) for group in fsdp2.groups_below(module)}
     _plain_inside[module] = _plain_inside.get(module, 0) + 1
     try:
-        for group in _groups(module):
+        for group in fsdp2.groups_below(module):
             fsdp2.set_reductions(group, (False, False))
         yield
     finally:
         _plain_inside[module] -= 1
         if not _plain_inside[module]:
             del _plain_inside[module]
-        for group in _groups(module):
+        for group in fsdp2.groups_below(module):
             fsdp2.set_reductions(group, before.get(id(group), (True, True)))
 
 
@@ -62,10 +62,5 @@ def follow_no_sync(root: nn.Module) -> None:
     inside = set(_plain_inside)
     for module in root.modules():
         if module in inside:
-            for group in _groups(module):
+            for group in fsdp2.groups_below(module):
                 fsdp2.set_reductions(group, (False, False))
-
-
-def _groups(module: nn.Module) -> list[fsdp2.TorchGroup]:
-    states = {id(s): s for m in module.modules() if (s := fsdp2.state_of(m)) is not None}
-    return [group for state in states.values() for group in fsdp2.groups_of(state)]

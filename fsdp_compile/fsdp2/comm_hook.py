@@ -39,7 +39,7 @@ def register_comm_hook(model: nn.Module, hook: CommHook, state: object = None) -
     model = getattr(model, "_orig_mod", model)
     states = [found for module in model.modules() if (found := fsdp2.state_of(module)) is not None]
     states = list(dict.fromkeys(states))
-    groups = [group for each in states for group in fsdp2.groups_of(each)]
+    groups = fsdp2.groups_below(model)
     _refuse(model, states, groups)
     for group in groups:
         is_split = fsdp2.placement_of(group).size > 1

@@ -82,15 +82,20 @@ class _Edge(torch.autograd.Function):
         if flat_grad is None or group is None:
             return (None,) * (1 + len(ctx.next_functions))
         if flat_grad.requires_grad:
-            raise UnsupportedModelError(
-                "a gradient of the parameters' gradients is asked for (double backward)",
-                where=f"backward(create_graph=True), unit {group.title}",
-                instead="torch.autograd.grad(loss, inputs, create_graph=True) for a penalty on gradients of inputs, "
-                "without torch.compile",
-            )
+            raise double_backward(f"unit {group.title}")
         grads: list[torch.Tensor | None] = list(group.sharded_grads(flat_grad, take_produced(group)))
         _write_directly(ctx.next_functions, group, grads)
         return (None, *grads)
+
+
+def double_backward(where: str) -> UnsupportedModelError:
+    """The error for gradients of parameters' gradients."""
+    return UnsupportedModelError(
+        "a gradient of a parameter's gradient is asked for (double backward)",
+        where=f"torch.autograd.grad(..., create_graph=True) or backward(create_graph=True), {where}",
+        instead="torch.autograd.grad(loss, inputs, create_graph=True) for a penalty on gradients of inputs, without "
+        "torch.compile",
+    )
 
 
 def _write_directly(nodes: Sequence[Any], group: ParamGroup, grads: list[torch.Tensor | None]) -> None:

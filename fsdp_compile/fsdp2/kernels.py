@@ -92,12 +92,7 @@ def _gradient_of_read(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None
 
 
 def _refuse_double_backward(ctx: Any, grad: torch.Tensor) -> tuple[None, ...]:  # noqa: ARG001
-    raise UnsupportedModelError(
-        "a gradient of a parameter's gradient is asked for (double backward)",
-        where="torch.autograd.grad(..., create_graph=True) or backward(create_graph=True)",
-        instead="torch.autograd.grad(loss, inputs, create_graph=True) for a penalty on gradients of inputs, without "
-        "torch.compile",
-    )
+    raise edge.double_backward("in a graph")
 
 
 def _save_look_up(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # noqa: ARG001

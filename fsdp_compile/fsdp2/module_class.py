@@ -15,7 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_compile._torch.dynamo import is_compiling_a_frame, skip_code, traces_a_forward
+from fsdp_compile._torch.dynamo import (
+    comptime,
+    is_compiling_a_frame,
+    leave_while_traced,
+    skip_code,
+    traces_a_forward,
+)
 from fsdp_compile._torch.fully_shard import MANAGED, class_below
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.fsdp2.buffers import CASTS
@@ -172,17 +178,29 @@ def _property(read: ParamRead) -> property:
             return getattr(module, LAYOUTS)[name].gathered(value)
         return value
 
-    def put(module: nn.Module, _: object) -> None:
-        raise UnsupportedModelError(
-            "a sharded parameter is replaced by an attribute of another kind",
-            where=f"{type(module).__name__}.{name}",
-            instead="do it (torch.nn.utils.weight_norm(), say) before fully_shard() or the first compiled call",
-        )
+    def put(module: nn.Module, value: object) -> None:
+        _replace(module, name, value)
 
     # One code object for all parameters: as graphs of their own they would recompile for each.
     for function in (get, get_dtensor, put):
         skip_code(function.__code__)
     return property(get_dtensor if read.is_dtensor else get, put)
+
+
+def _replace(module: nn.Module, name: str, value: object) -> None:
+    """Assigns what is no parameter: in Python, where FSDP2's hooks gather."""
+    if torch.compiler.is_compiling():
+        comptime(leave_while_traced)
+    elif (unit := getattr(module, UNIT)) is not None:
+        _gather_deferred(unit, module)
+        if not isinstance(getattr(type(module), name, None), property):
+            setattr(module, name, value)
+            return
+    raise UnsupportedModelError(
+        "a sharded parameter is replaced by an attribute of another kind",
+        where=f"{type(module).__name__}.{name}",
+        instead="do it (torch.nn.utils.weight_norm(), say) before fully_shard() or the first compiled call",
+    )
 
 
 def _original_in_eval(name: str) -> property:
@@ -263,5 +281,5 @@ def _traced_parameters(self, prefix, recurse, remove_duplicate):  # type: ignore
     return iter(found)
 
 
-for _function in (_marker, _gather_deferred, _named_parameters, _traced_parameters, _is_managed):
+for _function in (_marker, _replace, _gather_deferred, _named_parameters, _traced_parameters, _is_managed):
     skip_code(_function.__code__)

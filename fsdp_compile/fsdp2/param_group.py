@@ -123,7 +123,8 @@ class ParamGroup:
         )
         device = torch_params.shard_data(members[0]).device
         pins = torch_params.pins_memory(members[0]) and device.type != "meta"
-        self.flat = torch.zeros(layout.numel, dtype=stored, device=device, pin_memory=pins)
+        flat = torch.zeros(layout.numel, dtype=stored, device=device)
+        self.flat = flat.pin_memory() if pins else flat
         found: list[Param | None] = [None] * len(members)
         for slot in layout.slots:
             each = members[slot.index]
@@ -134,8 +135,12 @@ class ParamGroup:
                 shape=torch_params.shape_of(each),
                 dim=torch_params.shard_dim(each),
             )
-            found[slot.index] = self._move_in(each, _name(each, titles), self._in_format(place))
+            # Its module may have the gathered parameter registered.
+            module, attribute = torch_params.refs_of(each)[0]
+            name = f"{titles.get(id(module), '')}.{attribute}".removeprefix(".")
+            found[slot.index] = self._move_in(each, name, self._in_format(place))
         self.params = tuple(p for p in found if p is not None)
+        self._members = members
         self.pending = PendingGrads(self)
         self.gathered: dict[int, torch.Tensor] = {}
         self.edge = self.flat
@@ -295,15 +300,17 @@ class ParamGroup:
 
     def make_edge(self) -> None:
         """Makes the tensor that graphs take: the buffer's memory, with a history that leads to the DTensors."""
-        parameters = [torch_params.sharded_param(p.of_torch) for p in self.params]
+        parameters = [torch_params.sharded_param(each) for each in self._members]
         self.edge = edge.of_group(self, parameters)
         for param, parameter in zip(self.params, parameters, strict=True):
             param.parameter = parameter
-        self._requires_grad = [p.requires_grad for p in parameters]
+        self._seen = torch_params.seen_params(self._members)
 
     @property
     def is_converted(self) -> bool:
         """Whether parameters have another dtype, or are on another device, since the group was made."""
+        if not self.is_changed:
+            return False
         moved: list[Any] = [torch_params.sharded_param(p.of_torch) for p in self.params if p.is_moved]
         found = [local_tensor(each) for each in moved]
         return any((local.dtype, local.device) != (self.flat.dtype, self.flat.device) for local in found)
@@ -311,9 +318,7 @@ class ParamGroup:
     @property
     def is_changed(self) -> bool:
         """Whether `follow_parameters` has something to follow."""
-        if any(param.is_moved for param in self.params):
-            return True
-        return [p.parameter.requires_grad for p in self.params] != self._requires_grad
+        return torch_params.seen_params(self._members) != self._seen
 
     def follow_parameters(self) -> bool:
         """Follows parameters that were replaced, frozen or thawed; returns whether the edge is another one.
@@ -321,8 +326,9 @@ class ParamGroup:
         Raises:
             UnsupportedModelError: If a parameter has another shape now.
         """
-        moved = [i for i, param in enumerate(self.params) if param.is_moved]
-        for i in moved:
+        if not self.is_changed:
+            return False
+        for i in [i for i, param in enumerate(self.params) if param.is_moved]:
             param = self.params[i]
             local = local_tensor(torch_params.sharded_param(param.of_torch))  # type: ignore[arg-type]
             if local.shape != param.view.shape:
@@ -336,10 +342,8 @@ class ParamGroup:
             again = self._move_in(param.of_torch, param.name, param.spec, param.first_text)
             self.params = (*self.params[:i], again, *self.params[i + 1 :])
         # After `swap_tensors` a parameter is the same object, and the edge leads to what was in it.
-        if moved or [p.parameter.requires_grad for p in self.params] != self._requires_grad:
-            self.make_edge()
-            return True
-        return False
+        self.make_edge()
+        return True
 
     def sharded_grads(self, flat_grad: torch.Tensor, offsets: Collection[int]) -> list[DTensor | None]:
         """The gradients of all parameters as DTensors, views of a flat gradient; `None` but for those at `offsets`."""
@@ -352,10 +356,3 @@ class ParamGroup:
             else None
             for p in self.params
         ]
-
-
-def _name(param: torch_params.TorchParam, titles: dict[int, str]) -> str:
-    """The first name of a parameter, from the root; its module may have the gathered parameter registered."""
-    module, name = torch_params.refs_of(param)[0]
-    path = titles.get(id(module), "")
-    return f"{path}.{name}" if path else name

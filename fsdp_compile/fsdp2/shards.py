@@ -165,7 +165,7 @@ def give_storages(module: nn.Module, destination: dict[str, Any], prefix: str, _
     """
     for name, parameter in module._parameters.items():
         value = destination.get(prefix + name)
-        if not isinstance(value, DTensor) or value is parameter:  # `keep_vars=True`
+        if value is parameter or not isinstance(value, DTensor):  # the first: `keep_vars=True`
             continue
         local = local_tensor(value)
         if type(local) is torch.Tensor and not local.is_meta:

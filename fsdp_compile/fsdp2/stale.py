@@ -120,18 +120,18 @@ def _follow(optimizer: Optimizer, successors: Mapping[nn.Parameter, nn.Parameter
     if not held:
         return
     # All of it before anything is changed: an error leaves the optimizer as it was.
-    state = {p: _shard_state(optimizer.state[p], successors[p]) for p in held if p in optimizer.state}
+    state = {}
+    for p in held:
+        if p in optimizer.state:
+            own = optimizer.state[p]
+            if not isinstance(own, dict):
+                raise _refuse_state(f"of type {type(own).__name__}", successors[p])
+            state[p] = {key: _shard_value(key, value, successors[p]) for key, value in own.items()}
     for group in optimizer.param_groups:
         group["params"][:] = [successors.get(p, p) for p in group["params"]]  # in place: attributes may be the list
     for old, value in state.items():
         del optimizer.state[old]
         optimizer.state[successors[old]] = value
-
-
-def _shard_state(state: Any, parameter: nn.Parameter) -> dict[str, Any]:
-    if not isinstance(state, dict):
-        raise _refuse_state(f"of type {type(state).__name__}", parameter)
-    return {key: _shard_value(key, value, parameter) for key, value in state.items()}
 
 
 def _shard_value(key: str, value: Any, parameter: Any) -> Any:

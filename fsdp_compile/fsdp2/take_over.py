@@ -22,13 +22,13 @@ from fsdp_compile._torch import fully_shard as fsdp2
 from fsdp_compile._torch.autograd import outside_of_transforms
 from fsdp_compile._torch.dynamo import (
     OptimizedModule,
-    backend_in_callback,
     call_of,
     compiler_of_calls,
+    given_backend,
     graph_break,
     skip_code,
 )
-from fsdp_compile.fsdp2 import kernels  # noqa: F401  derivatives of the reads that modules have from here on
+from fsdp_compile.fsdp2 import kernels  # noqa: F401  reads of a model that was taken over need their derivatives
 from fsdp_compile.fsdp2.buffers import originals_in_eval
 from fsdp_compile.fsdp2.module_class import LAYOUTS, UNIT, ParamRead, class_of, original_class, refresh_reads, set_flat
 from fsdp_compile.fsdp2.param_group import Param, ParamGroup
@@ -104,9 +104,11 @@ def take_over(state: fsdp2.FSDPState) -> Model:
         root = fsdp2.modules_of(states[0])[0]
         if (earlier := model_of(root)) is not None:
             return earlier
-        # The call in which this happens may have gathered some.
+        # The call in which this happens may have gathered some, or the user before it. Extensions gather a second time
+        # into what they have made, which a forward cannot do.
         for of_torch in (group for each in states for group in fsdp2.groups_of(each)):
-            if not fsdp2.is_sharded(of_torch):
+            is_gathered = not fsdp2.is_sharded(of_torch) or fsdp2.is_being_gathered(of_torch)
+            if is_gathered and not fsdp2.has_extensions(of_torch):
                 fsdp2.reshard(of_torch)
         model = Model(root)
         titles = {id(module): name for name, module in root.named_modules()}
@@ -117,7 +119,7 @@ def take_over(state: fsdp2.FSDPState) -> Model:
             for group in unit.groups:
                 group.pending.take_from_torch()
                 group.pending.refuse_partial_of_torch()
-            _wrap_hooks(unit)
+            fsdp2.replace_hooks(each, functools.partial(_pre_hook, unit), functools.partial(_post_hook, unit))
             model.units.append(unit)
         _give_classes(model)
         for module in {module: None for group in model.groups for param in group.params for module, _ in param.refs}:
@@ -150,8 +152,10 @@ def _give_classes(model: Model) -> None:
         if layouts:
             object.__setattr__(module, LAYOUTS, layouts)
         plain = type(module)
+        in_eval = {name: "" if (spec := group.eval_spec(param)) is None else spec.text for name, group, param in own}
+        reads_of = [ParamRead(n, number[g], p.spec.text, p.layout is not None, in_eval[n]) for n, g, p in own]
         buffers = originals_in_eval(module)
-        made = class_of(plain, [_read(n, number[g], g, p) for n, g, p in own], buffers)
+        made = class_of(plain, reads_of, buffers)
         if own:
             object.__setattr__(module, UNIT, own[0][1].unit)
         if own or buffers:
@@ -165,11 +169,6 @@ def _give_classes(model: Model) -> None:
         for group in unit.groups:
             set_flat(group)
             refresh_reads(group)
-
-
-def _read(name: str, flat: int, group: ParamGroup, param: Param) -> ParamRead:
-    in_eval = group.eval_spec(param)
-    return ParamRead(name, flat, param.spec.text, param.layout is not None, "" if in_eval is None else in_eval.text)
 
 
 def _follow_conversions(model: Model) -> None:
@@ -214,17 +213,9 @@ class _Watched(threading.local):
 _watched = _Watched()
 
 
-def _wrap_hooks(unit: Unit) -> None:
+def _pre_hook(unit: Unit, hook: fsdp2.PreHook) -> fsdp2.PreHook:
     policy = fsdp2.policy_of(unit.state)
-    input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
-    fsdp2.replace_hooks(
-        unit.state,
-        lambda hook: _pre_hook(unit, hook, input_dtype),
-        lambda hook: _post_hook(unit, hook),
-    )
-
-
-def _pre_hook(unit: Unit, hook: fsdp2.PreHook, dtype: torch.dtype | None) -> fsdp2.PreHook:
+    dtype = policy.param_dtype if policy.cast_forward_inputs else None
     if isinstance(hook, _FirstPreHook):
         hook = hook.__wrapped__
     unit.pre_hook = hook
@@ -344,7 +335,7 @@ def _note_watched() -> None:
 
 @functools.lru_cache(maxsize=64)
 def _is_ours(compiler: Any) -> bool:
-    return backend_in_callback(compiler) in _backends
+    return given_backend(compiler).function in _backends
 
 
 for _function in (follow_changes, _note_watched, compiler_of_calls, _FirstPreHook.__call__):

@@ -258,12 +258,15 @@ class Unit:
                     where=f"{type(reader).__name__}.{name}",
                     instead="full values: {name: p.full_tensor() for name, p in model.named_parameters()}",
                 )
+        absent = [(reader, name) for reader, name, _ in given if name not in reader._parameters]
         self._holds_given, grad = bool(given), torch.is_grad_enabled()
         # Later forwards write into the memory that FSDP2 gathers into first.
         with torch.inference_mode(mode=False), torch.set_grad_enabled(grad):
             made = self.pre_hook(module, args, kwargs)
         for reader, name, value in given:
             reader._parameters[name] = value  # type: ignore[assignment]
+        for reader, name in absent:  # a forward has deleted it, to put another tensor in its place
+            del reader._parameters[name]
         return made
 
     def given_values(self) -> list[tuple[nn.Module, str, object]]:
@@ -346,8 +349,9 @@ class Unit:
     def _follow_gathered(self, *, by_hooks: bool) -> None:
         for of_torch in fsdp2.groups_of(self.state):
             if not fsdp2.is_gathered_by_user(of_torch):
-                # FSDP2 leaves units gathered that it does not free after forward, if no backward followed.
-                if not fsdp2.is_sharded(of_torch):
+                # FSDP2 leaves units gathered that it does not free after forward, if no backward followed. What its
+                # hooks have begun to gather ahead would be of old parameters when they use it in a later step.
+                if not fsdp2.is_sharded(of_torch) or (not by_hooks and fsdp2.is_being_gathered(of_torch)):
                     fsdp2.reshard(of_torch)
             elif not by_hooks:
                 taken = fsdp2.take_gathered(of_torch)
@@ -368,7 +372,7 @@ class Unit:
             self._follows_hook = False
             return
         for of_torch in fsdp2.groups_of(self.state):
-            if not fsdp2.is_sharded(of_torch):
+            if not fsdp2.is_sharded(of_torch) or fsdp2.is_being_gathered(of_torch):
                 fsdp2.reshard(of_torch)
         if any(group.is_changed for group in self.groups):
             raise UnsupportedModelError(
@@ -410,6 +414,8 @@ class _Observer:
     def post_backward(self, run: Any) -> None:
         for group in self._groups():
             group.updates.begin_backward()
+            if fsdp2.reduces(group.of_torch):  # what came since the forward; schedules of pipelines call this alone
+                group.pending.give_to_torch()
         run()
         of_torch = self._of_torch()
         if of_torch is not None and not fsdp2.reduces(of_torch):

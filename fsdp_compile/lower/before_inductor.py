@@ -102,14 +102,11 @@ def _bytes(node: fx.Node) -> int:
 def open_dequantize(graph: fx.Graph) -> None:
     """Replaces the operator wherever it is in a graph; the bits are the same."""
     for node in graph.find_nodes(op="call_function", target=DEQUANTIZE):
+        gathered, scales = node.all_input_nodes
+        wire, size, dtype = cast(tuple[str, int, torch.dtype], node.args[2:])
         with graph.inserting_before(node):
-            node.replace_all_uses_with(_opened(GraphBuilder(graph, require(node), node), node))
+            b = GraphBuilder(graph, require(node), node)
+            full = cast_to(b, FORMATS[wire].decoded(b, gathered, scales, size), dtype)
+            full.meta[WRITTEN] = True  # in its place, as the operator, and once for all readers
+            node.replace_all_uses_with(view(b, full, [b.value(full).numel()]))
         graph.erase_node(node)
-
-
-def _opened(b: GraphBuilder, node: fx.Node) -> fx.Node:
-    gathered, scales = node.all_input_nodes
-    wire, size, dtype = cast(tuple[str, int, torch.dtype], node.args[2:])
-    full = cast_to(b, FORMATS[wire].decoded(b, gathered, scales, size), dtype)
-    full.meta[WRITTEN] = True  # in its place, as the operator, and once for all readers
-    return view(b, full, [b.value(full).numel()])

@@ -22,9 +22,8 @@ from fsdp_compile.fsdp2.param_group import ParamGroup
 from fsdp_compile.ir.graph import Phase, Record, Role, StepGraph, require, role_of
 from fsdp_compile.ir.queries import flat_of
 from fsdp_compile.layout.spec import GradPlacement, Update
-from fsdp_compile.lower.failed_collective import failed_wait, waits_of
+from fsdp_compile.lower.communicating_calls import CommunicatingCall, communicating_calls, failed_wait, ranges
 from fsdp_compile.lower.gradient_outputs import GradOutput, grad_outputs
-from fsdp_compile.lower.profiled_calls import ProfiledCall, profiled_calls, ranges
 from fsdp_compile.lower.unused_outputs import Sources, UnusedOutputs, tangents_of
 
 Compiled = Callable[[list[Any]], Any]
@@ -39,8 +38,7 @@ class CompiledStep:
     Attributes:
         phase: Forward or backward.
         flats: Positions of the flat tensors, and the titles of their units in the graph.
-        waits: What it waits for, as errors name it, by the names of its nodes, in its order.
-        profiled: Its calls that have ranges in a profile.
+        calls: Those that communicate.
         counted: Flat tensors that are updated in backward, and that both graphs of the region read.
         grads: Of a backward: the gradients that it makes.
         tangents: Of a backward: positions of the gradients of outputs.
@@ -51,8 +49,7 @@ class CompiledStep:
 
     phase: Phase
     flats: Mapping[int, str]
-    waits: Mapping[str, str]
-    profiled: tuple[ProfiledCall, ...]
+    calls: tuple[CommunicatingCall, ...]
     counted: tuple[int, ...]
     grads: tuple[GradOutput, ...]
     tangents: tuple[int, ...]
@@ -74,8 +71,7 @@ class CompiledStep:
         return CompiledStep(
             phase=step.phase,
             flats={i: record.unit for i, record in flats.items()},
-            waits=waits_of(step.graph),
-            profiled=profiled_calls(step),
+            calls=communicating_calls(step),
             counted=tuple(i for i, record in flats.items() if flat_of(record) in again),
             grads=() if is_forward else tuple(grad_outputs(step)),
             tangents=() if is_forward else tuple(tangents_of(step)),
@@ -94,7 +90,7 @@ class CompiledStep:
             groups, produced = self.before(args)
             names = {self.flats[at]: group.unit.title for at, group in groups.items()}
             # Derivatives of collectives are written in Python, and would run at each call to no purpose.
-            with nullcontext() if self.has_updates else below_autograd(), ranges(self.profiled, names):
+            with nullcontext() if self.has_updates else below_autograd(), ranges(self.calls, names):
                 try:
                     outputs = compiled(args)
                 except RuntimeError as error:
@@ -125,21 +121,27 @@ class CompiledStep:
                 )()
         for each in self.grads:
             _refuse_copy(each, groups.get(each.flat))
-        unused: dict[int, set[int]] = {}
+        waiting = {each.flat: self._take(args, each, groups.get(each.flat)) for each in self.grads}
+        unused: Mapping[int, Collection[int]] = {}
         if self.unused is not None:
-            known = {at: groups[at].params[0].spec for at in self.unused.sources if at in groups}
-            unused = self.unused.find(args, known)
-        return groups, [self._take(args, each, groups.get(each.flat), unused.get(each.flat, ())) for each in self.grads]
+            ranks = {
+                each.flat: _ranks_that_reduce(groups[each.flat], each.grad_placement)
+                for each in self.grads
+                if each.flat in groups and each.flat in self.unused.sources
+            }
+            unused = self.unused.find(args, ranks, waiting)
+        produced: list[Collection[int]] = [set(each.offsets).difference(unused.get(each.flat, ())) for each in self.grads]
+        for each, offsets in zip(self.grads, produced, strict=True):
+            if each.flat in groups and each.update is Update.IN_BACKWARD:
+                groups[each.flat].updates.chosen = edge.accumulated(groups[each.flat]).intersection(offsets)
+        return groups, produced
 
-    def _take(
-        self, args: list[Any], each: GradOutput, group: ParamGroup | None, unused: Collection[int]
-    ) -> Collection[int]:
-        """Takes pending gradients; returns the offsets of parameters that have any, or depend on an output in use."""
-        offsets, waiting = set(each.offsets), set[int]()
-        is_update = each.update is Update.IN_BACKWARD
+    def _take(self, args: list[Any], each: GradOutput, group: ParamGroup | None) -> Collection[int]:
+        """Takes pending gradients; returns the offsets of the parameters that have any."""
+        waiting = set[int]()
         ends = each.grad_placement is not GradPlacement.UNREDUCED
-        asks = group is not None and (is_update or (ends and (group.unit.model.has_pending or group.ends_backward)))
-        accumulated = edge.accumulated(group) & offsets if asks and group is not None else set[int]()
+        asks = group is not None and ends and (group.unit.model.has_pending or group.ends_backward)
+        accumulated = edge.accumulated(group).intersection(each.offsets) if asks and group is not None else set[int]()
         for at, placement in (
             (each.unsharded_accumulated_grad, GradPlacement.UNREDUCED),
             (each.partial_reduce_output, GradPlacement.REDUCE_SCATTERED),
@@ -150,12 +152,9 @@ class CompiledStep:
                 args[at] = group.pending.take(placement, accumulated)
             elif at is not None:
                 args[at] = torch.zeros(args[at].shape, dtype=args[at].dtype, device=args[at].device)
-        if group is not None and accumulated and ends:
+        if group is not None and accumulated:
             group.unit.model.at_end_of_backward(backward_in_progress(), group)
-        produced = offsets - (set(unused) - waiting)
-        if group is not None and is_update:
-            group.updates.chosen = accumulated & produced
-        return produced
+        return waiting
 
     def after(self, groups: Groups, produced: Sequence[Collection[int]]) -> None:
         """Tells the edges which parameters have gradients."""
@@ -191,8 +190,14 @@ class CompiledStep:
 
     def _refuse_lost_ranks(self, error: RuntimeError, names: Mapping[str, str]) -> None:
         units = ", ".join(dict.fromkeys(names.get(title, title) for title in self.flats.values()))
-        doing, waited = f"in a compiled {self.phase.value} of unit {units}", failed_wait(error, self.waits)
+        doing, waited = f"in a compiled {self.phase.value} of unit {units}", failed_wait(error, self.calls)
         refuse_lost_ranks(error, doing if waited is None else f"waiting for {waited} {doing}")
+
+
+def _ranks_that_reduce(group: ParamGroup, placement: GradPlacement) -> tuple[str, ...]:
+    """The groups of ranks that a backward exchanges gradients over; forwards keep shards of a unit in step anyway."""
+    spec = group.params[0].spec
+    return (spec.group, spec.replicate_group) if placement is GradPlacement.REDUCED else (spec.group,)
 
 
 def read_again(forward: StepGraph, backward: StepGraph) -> frozenset[Hashable]:
@@ -208,18 +213,13 @@ def _flats_of(step: StepGraph) -> dict[int, Record]:
 
 
 def _refuse_copy(each: GradOutput, group: ParamGroup | None) -> None:
-    if group is not None or (each.covers_all and each.update is Update.AFTER_BACKWARD):
-        return
-    is_update = each.update is Update.IN_BACKWARD
-    raise UnsupportedModelError(
-        "backward was given a copy of the parameters"
-        + (" that it is to update" if is_update else ", and cannot tell which of them get no gradient")
-        + ": hooks on saved tensors replaced them",
-        where="torch.autograd.graph.saved_tensors_hooks() or save_on_cpu(), "
-        + ("step_in_backward()" if is_update else "a forward that leaves parameters out"),
-        instead="hooks that return the very tensors that do not require grad or are leaves"
-        + (", or optimizer.step() without step_in_backward()" if is_update else ""),
-    )
+    if group is None and each.update is Update.IN_BACKWARD:
+        raise UnsupportedModelError(
+            "backward was given a copy of the parameters that it is to update: hooks on saved tensors replaced them",
+            where="torch.autograd.graph.saved_tensors_hooks() or save_on_cpu(), step_in_backward()",
+            instead="hooks that return the very tensors that do not require grad or are leaves, or optimizer.step() "
+            "without step_in_backward()",
+        )
 
 
 def entered(

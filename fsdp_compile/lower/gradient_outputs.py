@@ -16,7 +16,6 @@ class GradOutput:
     Attributes:
         flat: Position of the flat parameter among the inputs.
         offsets: Slots that get gradients.
-        covers_all: Whether these are all slots of the flat parameter.
         grad_placement: How far they are reduced.
         unsharded_accumulated_grad: Position of the unreduced gradients that are added to them, if there are any.
         partial_reduce_output: Position of the reduce-scattered gradients that are added before the all-reduce, if there
@@ -26,7 +25,6 @@ class GradOutput:
 
     flat: int
     offsets: tuple[int, ...]
-    covers_all: bool
     grad_placement: GradPlacement
     unsharded_accumulated_grad: int | None
     partial_reduce_output: int | None
@@ -54,6 +52,5 @@ def grad_outputs(step: StepGraph) -> list[GradOutput]:
             waiting = (beside(node, role) for role in (Role.UNREDUCED_GRAD, Role.PARTIAL_GRAD))
             unreduced, partial = (None if each is None else place[each] for each in waiting)
             update = Update.IN_BACKWARD if index in updated else Update.AFTER_BACKWARD
-            covers_all = sum(spec.extent for spec in mine) == node.meta["val"].numel()
-            found.append(GradOutput(index, offsets, covers_all, mine[0].grad_placement, unreduced, partial, update))
+            found.append(GradOutput(index, offsets, mine[0].grad_placement, unreduced, partial, update))
     return found

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-import torch
 from torch import fx
 
 from fsdp_compile._torch.dynamo import (
@@ -24,6 +23,7 @@ from fsdp_compile.lower.compiled_step import Compiled
 from fsdp_compile.lower.keep_order import KEEP_CALLS_IN_ORDER
 from fsdp_compile.lower.once import compile_once
 from fsdp_compile.lower.region import GraphSummary, Region
+from fsdp_compile.lower.segments import described
 from fsdp_compile.lower.share_code import can_share_code, compile_segments
 from fsdp_compile.lower.written_order import compare, planned_calls
 from fsdp_compile.ops.effects import UPDATE
@@ -134,11 +134,5 @@ def _refuse_partitioner(settings: Mapping[str, Any]) -> None:
 def _text(gm: fx.GraphModule, inputs: Sequence[Any], settings: Mapping[str, Any]) -> str:
     """What a compiled graph depends on: the same on ranks that may share it, and other than that of other graphs."""
     kept = {name: value for name, value in settings.items() if name != "custom_partitioner_fn"}
-    described = [_described(value) for value in inputs]
-    return "\n".join([str(sorted(kept.items())), *described, gm.code])
-
-
-def _described(value: object) -> str:
-    if isinstance(value, torch.Tensor):  # ranks that use devices of their own compile for them
-        return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.device}"
-    return str(value)
+    # Ranks that use devices of their own compile for them.
+    return "\n".join([str(sorted(kept.items())), *map(described, inputs), gm.code])

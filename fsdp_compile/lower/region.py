@@ -49,15 +49,6 @@ class GraphSummary:
     compared: Compared
     graph: GraphText
 
-    @property
-    def phase(self) -> Phase:
-        """Which graph it is."""
-        return self.step.phase
-
-    def around(self, compiled: Compiled) -> Compiled:
-        """The code with what runs around it."""
-        return self.step.around(compiled)
-
 
 @dataclasses.dataclass
 class Region:
@@ -212,7 +203,7 @@ class Region:
             return self._compared()
         for summary in self.loaded:
             self.show(summary.graph)
-        return {each.phase: each.compared for each in self.loaded}
+        return {each.step.phase: each.compared for each in self.loaded}
 
     def inference(self, gm: fx.GraphModule) -> None:
         """Transforms a graph that has no backward and so was never partitioned."""

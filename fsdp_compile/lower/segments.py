@@ -94,7 +94,7 @@ class _Written(str):
 
 
 def _type(node: fx.Node) -> str:
-    return ", ".join(map(_value, _values(node)))
+    return ", ".join(map(described, _values(node)))
 
 
 def _values(node: fx.Node) -> Iterator[Any]:
@@ -102,10 +102,11 @@ def _values(node: fx.Node) -> Iterator[Any]:
     yield from value if isinstance(value, list | tuple) else (value,)
 
 
-def _value(value: Any) -> str:
+def described(value: Any) -> str:
+    """What code depends on of a value: all but the elements of a tensor."""
     if isinstance(value, torch.Tensor):
         return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.device}"
-    return type(value).__name__
+    return str(value)
 
 
 def has_open_sizes(graph: fx.Graph) -> bool:

@@ -22,7 +22,7 @@ from fsdp_compile.comm import groups
 from fsdp_compile.comm.failures import explained
 from fsdp_compile.ir.graph import Role, StepGraph, require, role_of
 from fsdp_compile.ir.queries import GRADIENTS_OF_READS, flat_of, read_text
-from fsdp_compile.layout.spec import UnshardSpec, parse
+from fsdp_compile.layout.spec import parse
 
 Size: TypeAlias = "int | sympy.Expr"
 Sources: TypeAlias = Mapping[tuple[Hashable, int], frozenset[str]]
@@ -131,14 +131,15 @@ class UnusedOutputs:
         gradients = tuple(OutputGradient(i, _layout(node), made.dtype, made.device) for i, node, made in tangents)
         return UnusedOutputs(gradients, _sizes_among(placeholders), found)
 
-    def find(self, args: list[Any], specs: Mapping[int, UnshardSpec]) -> dict[int, set[int]]:
+    def find(
+        self, args: list[Any], ranks: Mapping[int, tuple[str, ...]], waiting: Mapping[int, Collection[int]]
+    ) -> dict[int, set[int]]:
         """Puts zeros in the place of gradients that are undefined; finds what no rank's loss depends on.
-
-        All ranks that share parameters call this together.
 
         Args:
             args: Of the backward.
-            specs: Of any parameter of each flat parameter, by position.
+            ranks: Names of the groups of ranks that call this together, for each flat parameter, by position.
+            waiting: Offsets of the parameters that have gradients of earlier backwards, which this one adds.
 
         Returns:
             Offsets of parameters, by flat parameter.
@@ -146,13 +147,15 @@ class UnusedOutputs:
         missing = self._fill(args)
         # By parameter, since ranks may return other outputs, or the same in another order.
         params: dict[tuple[str, ...], list[tuple[int, int]]] = {}
-        for flat in sorted(specs):
-            ranks = specs[flat].group, specs[flat].replicate_group
-            params.setdefault(ranks, []).extend((flat, offset) for offset in sorted(self.sources[flat]))
-        found: dict[int, set[int]] = {flat: set() for flat in specs}
-        for ranks, keys in params.items():
-            mine = [int(not self.sources[flat][offset] <= missing) for flat, offset in keys]
-            for (flat, offset), is_used in zip(keys, _used_by_any(mine, ranks), strict=True):
+        for flat in sorted(ranks):
+            params.setdefault(ranks[flat], []).extend((flat, offset) for offset in sorted(self.sources[flat]))
+        found: dict[int, set[int]] = {flat: set() for flat in ranks}
+        for names, keys in params.items():
+            used = [int(not self.sources[flat][at] <= missing or at in waiting[flat]) for flat, at in keys]
+            for place in filter(None, map(groups.rank_store, names)):
+                with explained("where ranks compare which outputs their losses use"):
+                    used = largest(used, groups.comparing_group(place))
+            for (flat, offset), is_used in zip(keys, used, strict=True):
                 if not is_used:
                     found[flat].add(offset)
         return found
@@ -164,12 +167,3 @@ class UnusedOutputs:
         for each in missing:
             args[each.position] = each.zeros(sizes)
         return frozenset(each.position for each in missing)
-
-
-def _used_by_any(used: Sequence[int], aliases: Collection[str]) -> list[int]:
-    for alias in aliases:
-        place = groups.rank_store(alias)
-        if place is not None:
-            with explained("where ranks compare which outputs their losses use"):
-                used = largest(used, groups.comparing_group(place))
-    return list(used)

@@ -154,7 +154,7 @@ def compare(planned: Sequence[Call], code: str, phase: str) -> list[str]:
         ConfigError: If CUDA graphs are the reason, or cannot be recorded of this code.
     """
     is_cut = "def partition_0(" in code
-    written = written_calls(in_one_function(code) if is_cut else code)
+    written = written_calls("\n".join(text for _, text in _pieces(code)) if is_cut else code)
     if not written:
         return []
     in_plan, in_code = (Counter(call.operator for call in calls) for calls in (planned, written))
@@ -163,7 +163,10 @@ def compare(planned: Sequence[Call], code: str, phase: str) -> list[str]:
     place = next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
     is_other = place < max(len(left), len(right))
     around = "\n".join(["planned:", *_near(left, place), "written:", *_near(right, place)])
-    if is_cut and (is_other or _waits_elsewhere(code)):
+    # Whether a collective is started in one CUDA graph, or outside of them, and waited for in another.
+    calls = (call for _, piece in (_pieces(code) if is_cut else ()) for call in written_calls(piece))
+    waits_elsewhere = any(call.operator == _WAIT and call.waits_for is None for call in calls)
+    if is_cut and (is_other or waits_elsewhere):
         raise ConfigError(
             f"the {phase} graph calls {', '.join(not_recorded(code))}, which no CUDA graph can record: "
             "Inductor has moved it away from its place, or divided the graph there while a collective is under way",
@@ -181,25 +184,9 @@ def compare(planned: Sequence[Call], code: str, phase: str) -> list[str]:
     return compared
 
 
-def _waits_elsewhere(code: str) -> bool:
-    """Whether a collective is started in one CUDA graph, or outside of them, and waited for in another."""
-    calls = (call for piece in pieces(code) for call in written_calls(piece))
-    return any(call.operator == _WAIT and call.waits_for is None for call in calls)
-
-
 def _near(calls: Sequence[Call], place: int) -> list[str]:
     first = max(place - _NEAR, 0)
     return [f"  {'>' if i == place else ' '} {calls[i].text}" for i in range(first, min(place + _NEAR, len(calls)))]
-
-
-def in_one_function(code: str) -> str:
-    """Code that is cut, with its functions where they are called."""
-    return "\n".join(text for _, text in _pieces(code))
-
-
-def pieces(code: str) -> list[str]:
-    """What is recorded by itself, or runs by itself, in its order."""
-    return [text for _, text in _pieces(code)]
 
 
 def not_recorded(code: str) -> list[str]:
@@ -209,7 +196,7 @@ def not_recorded(code: str) -> list[str]:
 
 
 def _pieces(code: str) -> Iterator[tuple[bool, str]]:
-    """Whether each piece is recorded, and its text, which begins with the name of the function that is called."""
+    """What is recorded by itself, or runs by itself, in its order: whether it is recorded, and its text."""
     between: list[str] = []
     for line in code[code.index("def call(") :].splitlines():
         called = _CALLED.search(line)
@@ -218,10 +205,6 @@ def _pieces(code: str) -> Iterator[tuple[bool, str]]:
             continue
         yield False, "\n".join(between)
         between = []
-        yield True, _body(code, called[1])
+        body = code.partition(f"def partition_{called[1]}(")[2]
+        yield True, re.split(r"\n(?=\S)", body, maxsplit=1)[0]
     yield False, "\n".join(between)
-
-
-def _body(code: str, number: str) -> str:
-    after = code.partition(f"def partition_{number}(")[2]
-    return re.split(r"\n(?=\S)", after, maxsplit=1)[0]

@@ -115,4 +115,4 @@ def release_gradients(backward: StepGraph) -> None:
 def _returned(step: StepGraph) -> tuple[fx.Node | None, ...]:
     returned = step.output.args[0]
     assert isinstance(returned, tuple | list)
-    return tuple(returned)  # type: ignore[arg-type]
+    return tuple(returned)

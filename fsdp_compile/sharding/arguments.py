@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, ShardingStrategy
+from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_compile._torch.fully_shard_calls import has_call
 from fsdp_compile.comm.mesh import RESHARDS, mesh_of
-from fsdp_compile.config.policy import MixedPrecision, as_mixed_precision, as_offload
+from fsdp_compile.config.policy import MixedPrecision, as_mixed_precision
 from fsdp_compile.errors import ConfigError
 
 Device = torch.device | str | int
@@ -50,6 +51,10 @@ class UnitPolicy:
             return list(range(self.mesh.ndim))
         named = {*self.dp_mesh_dims.replicate_names, *self.dp_mesh_dims.shard_names}
         return [dim for dim, name in enumerate(names) if name in named]
+
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The process groups of these dimensions."""
+        return [self.mesh.get_group(dim) for dim in self.mesh_dims()]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,18 +201,6 @@ def ignored_in(roots: Sequence[nn.Module], listed: object) -> frozenset[nn.Param
         else:
             raise ConfigError(f"it contains {each!r}, a {type(each).__name__}", where=where, instead=expected)
     return frozenset(found)
-
-
-def torch_offload(policy: object) -> OffloadPolicy:
-    """Any of torch's offload policies as FSDP2's; raises `ConfigError` if memory cannot be pinned."""
-    offload = as_offload(policy)
-    if isinstance(offload, CPUOffloadPolicy) and offload.pin_memory and not torch.accelerator.is_available():
-        raise ConfigError(
-            "memory is to be pinned for a device, and there is none",
-            where="fully_shard(offload_policy=CPUOffloadPolicy(pin_memory=True))",
-            instead="CPUOffloadPolicy(pin_memory=False)",
-        )
-    return offload
 
 
 def device_type_of(roots: Sequence[nn.Module], device_id: Device | None, *, is_offloaded: bool) -> str:

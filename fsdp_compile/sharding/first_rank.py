@@ -21,7 +21,7 @@ class FirstRank:
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], policy: UnitPolicy) -> None:
-        groups, device = _groups(policy), device_of(policy.mesh)
+        groups, device = policy.groups(), device_of(policy.mesh)
         alike.require(
             {name: f"{t.dtype} {tuple(t.shape)}" for name, t in tensors.items()},
             groups,
@@ -47,11 +47,7 @@ class FirstRank:
                 torch.utils.swap_tensors(tensor, value)
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             value = local.detach().to(device).contiguous()
-            for group in _groups(policy):
+            for group in policy.groups():
                 dist.broadcast(value, group=group, group_src=0)
             if value.data_ptr() != local.data_ptr():
                 local.detach().copy_(value)
-
-
-def _groups(policy: UnitPolicy) -> list[dist.ProcessGroup]:
-    return [policy.mesh.get_group(dim) for dim in policy.mesh_dims()]

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from fsdp_compile._torch import fully_shard_calls as private
-from fsdp_compile.config.policy import AnyOffloadPolicy, AnyPrecisionPolicy, WrapPolicy, as_mixed_precision
+from fsdp_compile.config.policy import AnyOffloadPolicy, AnyPrecisionPolicy, WrapPolicy, as_mixed_precision, as_offload
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2.buffers import cast_buffers, in_own_dtype
 from fsdp_compile.fsdp2.take_over import keep_inputs_in_eval
@@ -31,11 +31,10 @@ from fsdp_compile.sharding.arguments import (
     device_type_of,
     ignored_in,
     roots_of,
-    torch_offload,
 )
 from fsdp_compile.sharding.first_rank import FirstRank
 from fsdp_compile.sharding.materialize import materialize
-from fsdp_compile.sharding.params import is_whole, placements, refuse_params
+from fsdp_compile.sharding.params import is_whole, refuse_params
 from fsdp_compile.sharding.precision import torch_precision, with_excluded
 from fsdp_compile.sharding.replicated import Home, Place, ReplicatedParams
 from fsdp_compile.sharding.units import Unit, open_modules, plan_units
@@ -99,13 +98,13 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
     Raises:
         ConfigError: If arguments contradict each other or are not supported.
         RankMismatchError: With `sync_module_states`, if ranks have different models.
-        UnsupportedModelError: If a parameter that is not ignored is complex, is not contiguous, or cannot be split over
-            the ranks as `shard_placement_fn` says.
+        UnsupportedModelError: If a parameter that is not ignored is complex.
+        Exception: Torch's own errors, such as for a parameter that is not contiguous.
     """
     roots = roots_of(module)
     if any(map(private.has_call, roots)):
         torch_fully_shard(list(roots))  # raises
-    offload = torch_offload(offload_policy)
+    offload = as_offload(offload_policy)
     device_type = device_type_of(roots, device_id, is_offloaded=type(offload) is not OffloadPolicy)
     precision = as_mixed_precision(mp_policy)
     unit = UnitArguments(sharding_strategy, mesh, reshard_after_forward, precision, device_type, dp_mesh_dims)
@@ -179,7 +178,8 @@ class _Call:
         refuse_params((name, p) for p, name in named.items())
         self._replicated = {p for p in named if is_whole(p)}
         self._managed = {p: name for p, name in named.items() if p not in self._replicated}
-        self._placements = placements(((name, p) for p, name in self._managed.items()), self.placement, self.policy)
+        fn = self.placement
+        self._placements = {} if fn is None else {p: fn(p) for p in self._managed}
         self._is_split = self.wrap_policy is None and not self._below and not self.is_list
         self._policy, chosen = with_excluded(roots, self.policy, self._chosen())
         self._units = plan_units(roots, self._policy, chosen, self._managed)
@@ -231,7 +231,10 @@ class _Call:
             if (settings := private.settings_of(module)) is not None:
                 private.cast_inputs(module, casts=settings.cast_inputs_inside)
         self._replicate(places)
-        self._separate_reductions()
+        for root in self.modules if self.separate_reduce_group else ():
+            # One group for the whole model. It is newer than torch 2.11.
+            if isinstance(root, FSDPModule) and hasattr(root, "set_separate_reduce_scatter_group"):
+                root.set_separate_reduce_scatter_group()
 
     def _named_values(self, inner: set[torch.Tensor]) -> dict[str, torch.Tensor]:
         """What no call has sharded or ignores, and buffers of inner calls, by name, each once."""
@@ -295,12 +298,6 @@ class _Call:
         private.set_settings(unit.modules[0], settings)
         if settings.full_precision_in_eval:
             keep_inputs_in_eval(unit.modules[0])
-
-    def _separate_reductions(self) -> None:
-        for root in self.modules if self.separate_reduce_group else ():
-            # One group for the whole model. It is newer than torch 2.11.
-            if isinstance(root, FSDPModule) and hasattr(root, "set_separate_reduce_scatter_group"):
-                root.set_separate_reduce_scatter_group()
 
     def _replicate(self, places: dict[Place, Home]) -> None:
         for (module, name), home in places.items():

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import operator
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -12,11 +12,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fsdp_compile._torch.fully_shard_calls import is_offloaded, note_of, plain_class
-from fsdp_compile._torch.tensors import TorchDispatchMode, tree_leaves
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2.buffers import in_own_dtype
 from fsdp_compile.sharding.arguments import InitFn, device_of
-from fsdp_compile.sharding.replicated import Place, ReplicatedParams
+from fsdp_compile.sharding.replicated import ReplicatedParams
 
 _INSTEAD = "a param_init_fn that writes all of it"
 
@@ -30,9 +29,8 @@ def materialize(model: nn.Module, param_init_fn: InitFn | None = None) -> None:
     Args:
         model: After `fully_shard`. What is not on meta keeps its values.
         param_init_fn: Called on each of these modules. It finds the module's own parameters and buffers with memory,
-            or, if it does nothing then, on meta, for `to_empty(recurse=False)`. It may write to what is in modules
-            below, which it is called for before: it is tried on meta first, on modules without own tensors too, and
-            finds what it writes in full. By default modules' `reset_parameters()`.
+            or, if it does nothing then, on meta, for `to_empty(recurse=False)`. By default modules'
+            `reset_parameters()`.
 
     Raises:
         ConfigError: If nothing is sharded; a module cannot initialize itself; `param_init_fn` left a parameter or
@@ -51,28 +49,23 @@ def materialize(model: nn.Module, param_init_fn: InitFn | None = None) -> None:
 
 def _fill_in(model: nn.Module, param_init_fn: InitFn | None) -> None:
     names = {module: name for name, module in model.named_modules()}
-    waiting: dict[nn.Module, dict[Place, torch.Tensor]] = {}
+    waiting: dict[nn.Module, list[str]] = {}
 
     def look(module: nn.Module) -> None:
-        waiting[module] = {(module, name): tensor for name, tensor in _own(module).items() if tensor.is_meta}
+        if attributes := [name for name, tensor in _own(module).items() if tensor.is_meta]:
+            waiting[module] = attributes
 
     model.apply(look)
-    for module, own in waiting.items() if param_init_fn is None else ():
-        if own and not callable(getattr(module, "reset_parameters", None)):
+    for module in waiting if param_init_fn is None else ():
+        if not callable(getattr(module, "reset_parameters", None)):
             raise ConfigError(
                 f"a {type(module).__name__} has parameters or buffers on meta, and no reset_parameters()",
                 where=names[module] or "(root)",
                 instead="fully_shard(param_init_fn=...), or materialize(model, param_init_fn)",
             )
-    work = _Work(model, param_init_fn or _reset, names)
-    for module, own in waiting.items():
-        inner = {place: old for part in module.modules() if part is not module for place, old in waiting[part].items()}
-        if own or (inner and param_init_fn is not None):
-            work.initialize(module, own, inner)
-
-
-def _reset(module: nn.Module) -> None:
-    module.reset_parameters()  # type: ignore[operator]
+    work = _Work(model, param_init_fn or operator.methodcaller("reset_parameters"))
+    for module, attributes in waiting.items():
+        work.initialize(module, attributes, names[module])
 
 
 def _own(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -84,16 +77,7 @@ def _like(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return nn.Parameter(value, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else value
 
 
-def _on_meta(old: torch.Tensor) -> torch.Tensor:
-    return _like(old, torch.empty(old.shape, dtype=old.dtype, device="meta"))
-
-
-def _get(place: Place) -> torch.Tensor:
-    return _own(place[0])[place[1]]
-
-
-def _put(place: Place, value: torch.Tensor) -> None:
-    module, attribute = place
+def _put(module: nn.Module, attribute: str, value: torch.Tensor) -> None:
     if attribute in module._parameters:
         module._parameters[attribute] = value  # type: ignore[assignment]
     else:
@@ -106,27 +90,9 @@ def _is_untouched(now: torch.Tensor, before: torch.Tensor, version: int) -> bool
     return bool(now.isnan().all()) if now.is_floating_point() else now._version == version
 
 
-class _Written(TorchDispatchMode):
-    """Notes which memory operators write to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.storages: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
-        given |= kwargs or {}
-        for argument in func._schema.arguments:
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                written = tree_leaves(given.get(argument.name))
-                self.storages |= {t.untyped_storage()._cdata for t in written if isinstance(t, torch.Tensor)}
-        return func(*args, **(kwargs or {}))
-
-
 class _Work:
-    def __init__(self, model: nn.Module, init_fn: InitFn, names: Mapping[nn.Module, str]) -> None:
+    def __init__(self, model: nn.Module, init_fn: InitFn) -> None:
         self._init_fn = init_fn
-        self._names = names
         self._replaced: dict[torch.Tensor, torch.Tensor] = {}  # several modules may register one
         first = next(p for p in model.parameters() if isinstance(p, DTensor))
         self._mesh = first.device_mesh
@@ -136,60 +102,30 @@ class _Work:
         self._replicated = {p for note in notes if isinstance(note, ReplicatedParams) for p in note.params()}
 
     @torch.no_grad()
-    def initialize(
-        self, module: nn.Module, own: Mapping[Place, torch.Tensor], inner: Mapping[Place, torch.Tensor]
-    ) -> None:
-        """Gives a module its tensors in full, runs its initialization, and keeps this rank's part.
-
-        Args:
-            module: The module.
-            own: Of its tensors those that are on meta.
-            inner: Those below it that were on meta, and are initialized by now.
-        """
-        old = {**own, **(self._written(module, inner) if inner else {})}
-        if not old:
-            return
-        kept = {(module, a): t for a, t in _own(module).items() if (module, a) not in old}
-        for place, tensor in kept.items():  # an initialization may write to it, and `to_empty()` replace it
+    def initialize(self, module: nn.Module, attributes: Iterable[str], name: str) -> None:
+        """Gives a module its own tensors in full, runs its initialization, and keeps this rank's part."""
+        old = {attribute: _own(module)[attribute] for attribute in attributes}
+        kept = {a: t for a, t in _own(module).items() if a not in old}
+        for attribute, tensor in kept.items():  # an initialization may write to it, and `to_empty()` replace it
             value = tensor.detach()
-            _put(place, _like(tensor, value.full_tensor() if isinstance(value, DTensor) else value.clone()))
-        for place, tensor in old.items():
-            _put(place, _like(tensor, self._start(tensor)))
-        blank = {place: (_get(place), _get(place)._version) for place in own}
+            _put(module, attribute, _like(tensor, value.full_tensor() if isinstance(value, DTensor) else value.clone()))
+        for attribute, tensor in old.items():
+            _put(module, attribute, _like(tensor, self._start(tensor)))
+        blank = {attribute: (_own(module)[attribute], _own(module)[attribute]._version) for attribute in old}
         with plain_class(module):
             self._init_fn(module)
-        if own and all(_is_untouched(_get(place), *before) for place, before in blank.items()):
-            for place, tensor in own.items():  # FSDP1's initializations look for what is on meta
-                _put(place, _on_meta(tensor))
+        made = {attribute: _own(module)[attribute] for attribute in old}
+        if all(_is_untouched(made[attribute], *blank[attribute]) for attribute in old):
+            for attribute, tensor in old.items():  # FSDP1's initializations look for what is on meta
+                empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+                _put(module, attribute, _like(tensor, empty))
             with plain_class(module):
                 self._init_fn(module)
-        made = {place: _get(place) for place in old}
-        for place, value in made.items():
-            _put(place, self._finish(".".join(filter(None, (self._names[place[0]], place[1]))), old[place], value))
-        for place, tensor in kept.items():
-            _put(place, tensor)
-
-    def _written(self, module: nn.Module, inner: Mapping[Place, torch.Tensor]) -> dict[Place, torch.Tensor]:
-        """Those of the tensors below a module that its initialization writes to, which is tried without memory."""
-        held = {(part, name): tensor for part in module.modules() for name, tensor in _own(part).items()}
-        on_meta = {tensor: _on_meta(tensor) for tensor in held.values()}
-        for place, tensor in held.items():
-            _put(place, on_meta[tensor])
-        try:
-            with torch.random.fork_rng(), plain_class(module), _Written() as written:
-                self._init_fn(module)
-        except AttributeError:  # FSDP1 does not call it for modules without tensors of their own
-            return {}
-        finally:
-            now = {place: _own(place[0]).get(place[1]) for place in held}
-            for place, tensor in held.items():
-                _put(place, tensor)
-        return {
-            place: old
-            for place, old in inner.items()
-            if now[place] is not on_meta[held[place]]
-            or on_meta[held[place]].untyped_storage()._cdata in written.storages
-        }
+            made = {attribute: _own(module)[attribute] for attribute in old}
+        for attribute, value in made.items():
+            _put(module, attribute, self._finish(f"{name}.{attribute}".removeprefix("."), old[attribute], value))
+        for attribute, tensor in kept.items():
+            _put(module, attribute, tensor)
 
     def _start(self, old: torch.Tensor) -> torch.Tensor:
         known = self._replaced.get(old)

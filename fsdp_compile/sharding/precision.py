@@ -58,14 +58,11 @@ def _visit(
     precision = policy.precision
     asked = (precision.param_dtype, precision.reduce_dtype, precision.buffer_dtype, precision.gather_dtype)
     if any(each is not None for each in asked) and isinstance(module, precision.full_precision_classes):
-        found[module] = dataclasses.replace(policy, own_dtype=_own_dtype(module))
+        values: Iterable[torch.Tensor] = itertools.chain(module.parameters(), module.buffers())
+        dtype = next((t.dtype for t in values if t.is_floating_point()), torch.float32)
+        found[module] = dataclasses.replace(policy, own_dtype=dtype)
         return
     if module in chosen:
         found[module] = policy
     for child in module.children():
         _visit(child, policy, chosen, found)
-
-
-def _own_dtype(module: nn.Module) -> torch.dtype:
-    values: Iterable[torch.Tensor] = itertools.chain(module.parameters(), module.buffers())
-    return next((t.dtype for t in values if t.is_floating_point()), torch.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -40,17 +41,14 @@ class Unit:
 def open_modules(roots: Iterable[nn.Module]) -> Iterator[nn.Module]:
     """Modules and those in them, without what torch's function was called on before, inner ones first."""
     seen: set[nn.Module] = set()
-    for root in roots:
-        yield from _inner_first(root, seen)
 
+    def inner_first(module: nn.Module) -> Iterator[nn.Module]:
+        if module not in seen and not is_closed(module):
+            seen.add(module)
+            yield from itertools.chain.from_iterable(map(inner_first, module.children()))
+            yield module
 
-def _inner_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
-    if module in seen or is_closed(module):
-        return
-    seen.add(module)
-    for child in module.children():
-        yield from _inner_first(child, seen)
-    yield module
+    return itertools.chain.from_iterable(map(inner_first, roots))
 
 
 def plan_units(

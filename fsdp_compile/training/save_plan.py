@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.futures import Future
 
-from fsdp_compile._torch.dcp_metadata import StorageInfo
+from fsdp_compile._torch.distributed import StorageInfo
 from fsdp_compile.formats.dcp_files import NamingWriter
 
 

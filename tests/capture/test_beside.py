@@ -20,6 +20,7 @@ from tests import long
 from tests.beside import compile_eagerly
 from tests.fake_world import fake_world
 from tests.models.kinds import WIDTH, Stack
+from tests.numerics.one_process.pair import gradient_difference
 from tests.ranks import run_ranks
 
 
@@ -102,8 +103,11 @@ REPLICATED_BY_TORCH: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
-@pytest.mark.parametrize("of", [lambda: nn.Sequential(nn.Linear(WIDTH, 5)), Stack], ids=["Sequential", "class"])
-@pytest.mark.parametrize("form", ["module", "function"])
+def _sequential() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 5))
+
+
+@pytest.mark.parametrize(("form", "of"), [("module", _sequential), ("module", Stack), ("function", Stack)])
 @pytest.mark.parametrize("wrapped_by", REPLICATED_BY_TORCH)
 def test_what_torch_replicates_is_refused(wrapped_by: str, form: str, of: Callable[[], nn.Module]) -> None:
     with fake_world(2):
@@ -113,6 +117,25 @@ def test_what_torch_replicates_is_refused(wrapped_by: str, form: str, of: Callab
         message = _refusal(lambda: call(torch.ones(2, WIDTH)))
     assert "averages gradients by itself" in message
     assert "the model without" in message
+
+
+def _replicated_in_a_function(wrapped_by: str) -> float:
+    """The largest difference of a gradient from one process."""
+    torch.manual_seed(0)
+    model = _sequential()
+    reference = copy.deepcopy(model)
+    REPLICATED_BY_TORCH[wrapped_by](model)
+    batch = torch.randn(4, WIDTH)
+    _function(model)(batch.chunk(2)[dist.get_rank()]).square().mean().backward()
+    reference(batch).square().mean().backward()
+    return gradient_difference(model, reference)
+
+
+@pytest.mark.parametrize("wrapped_by", REPLICATED_BY_TORCH)
+def test_a_module_of_torch_behind_the_graph_break_of_its_replication_is_averaged_once(wrapped_by: str) -> None:
+    """Dynamo starts no graph in it, so there is nothing to refuse."""
+    for difference in run_ranks(_replicated_in_a_function, wrapped_by):
+        assert difference < 1e-6
 
 
 def _blocks_alone(form: str) -> str:

@@ -43,8 +43,9 @@ def _train(call: Callable[[torch.Tensor], torch.Tensor], model: nn.Module, refer
         close(_whole(parameter, name, parameter), reference.get_parameter(name), name)
 
 
-def _whole(tensor: torch.Tensor, name: str, parameter: nn.Parameter) -> torch.Tensor:
+def _whole(tensor: torch.Tensor | None, name: str, parameter: nn.Parameter) -> torch.Tensor:
     """All of a parameter or its gradient, which is sharded unless it is a number: FSDP2 cannot split those."""
+    assert tensor is not None
     assert isinstance(tensor, DTensor) == bool(parameter.dim()), name
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 

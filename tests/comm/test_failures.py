@@ -28,7 +28,7 @@ LOST = "[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1
 
 def _told() -> str:
     """Rank 1 ends by an error, which rank 0 hears of while it waits, and when a collective fails."""
-    place = RankStore.of_ranks("a test", (0, 1))
+    place = RankStore.of("a test", (0, 1))
     if dist.get_rank() == 1:
         failures.tell(ValueError("a broken row"))
         failures.tell(ValueError("what followed"))
@@ -51,7 +51,7 @@ class _OfDynamoError(Exception):
 
 
 def _told_by_a_compile() -> str:
-    place = RankStore.of_ranks("a test", (0, 1))
+    place = RankStore.of("a test", (0, 1))
     if dist.get_rank() == 1:
         failures.tell(_OfDynamoError())
         return ""

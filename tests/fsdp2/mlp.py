@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fsdp_compile.fsdp2.backend import fsdp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from fsdp_compile.backend import fsdp
 from fsdp_compile.fsdp2.take_over import model_of
 
 WIDTH = 16

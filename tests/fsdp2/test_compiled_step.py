@@ -149,11 +149,8 @@ def _failed() -> None:
         raise dist.DistNetworkError("connection closed by peer")
 
     around = CompiledStep.around
-    CompiledStep.around = lambda step, run: around(step, fail)  # type: ignore[method-assign]  # noqa: ARG005
-    try:
+    with mock.patch.object(CompiledStep, "around", lambda step, _: around(step, fail)):
         torch.compile(_sharded(), backend=fsdp, options=EAGER)(_input())
-    finally:
-        CompiledStep.around = around  # type: ignore[method-assign]
 
 
 def test_a_collective_that_fails_names_the_units() -> None:
@@ -200,7 +197,7 @@ def _graphs(backend: Any, options: dict[str, Any]) -> int:
     """Graphs of a script that accumulates, evaluates, and has batches of five shapes."""
     torch.compiler.reset()
     counters.clear()
-    model = _sharded() if options else Slim()
+    model: Any = _sharded() if options else Slim()
     call = torch.compile(model, backend=backend, options=options, fullgraph=True)
     shapes = ((4, 8), (4, 6), (3, 7), (1, 5), (4, 9))
     for rows, length in shapes:

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_compile.fsdp2.backend import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from fsdp_compile.backend import fsdp
 from tests.models.experts import WIDTH, MixtureOfExperts
 from tests.ranks import run_ranks
 

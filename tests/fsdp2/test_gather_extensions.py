@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_compile.fsdp2.backend import fsdp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from fsdp_compile.backend import fsdp
 from fsdp_compile.fsdp2.take_over import model_of
 from tests import long
 from tests.models.extended import Eight, Half, Layers, Pair, Wrapped

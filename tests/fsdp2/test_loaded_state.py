@@ -56,8 +56,9 @@ def _train(model: nn.Module, optimizer: optim.Optimizer, steps: int = 2) -> None
 
 def _assert_equal(model: nn.Module, reference: nn.Module) -> None:
     for (name, mine), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert isinstance(mine, DTensor)
-        torch.testing.assert_close(mine.full_tensor(), theirs, msg=name)
+        # What FSDP2 cannot split stays whole.
+        assert isinstance(mine, DTensor) == bool(mine.dim()), name
+        torch.testing.assert_close(mine.full_tensor() if isinstance(mine, DTensor) else mine, theirs, msg=name)
 
 
 def _check_full_dict(*, from_rank_0: bool) -> None:
@@ -76,8 +77,7 @@ def _check_full_dict(*, from_rank_0: bool) -> None:
     _train(reference, theirs)
     _assert_equal(model, reference)
     state: Any = resumed.state[model.get_parameter("scale")]
-    assert isinstance(state["exp_avg"], DTensor)
-    assert not isinstance(state["step"], DTensor)
+    assert not any(isinstance(value, DTensor) for value in state.values())
 
 
 @long.parametrize("from_rank_0", [False, True], always=[True])

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from fsdp_compile.fsdp2.backend import fsdp
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from fsdp_compile.backend import fsdp
 from fsdp_compile.fsdp2.take_over import model_of
 from fsdp_compile.layout.spec import Reshard
 from tests.fsdp2.mlp import compiled, sharded, train, unequal

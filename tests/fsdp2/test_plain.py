@@ -24,6 +24,18 @@ from tests.fsdp2.one_line import Block, Model, Pair, in_place, one_line
 from tests.ranks import run_ranks
 
 
+class Recurrent(nn.Module):
+    """Dynamo leaves its forward to Python, so that no graph reads a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.rnn(x)[0]
+        return out
+
+
 class Breaks(Model):
     """Breaks the graph in the loop over its blocks, and calls its head behind that."""
 
@@ -157,7 +169,7 @@ def test_options_for_sharding_are_used_or_refused() -> None:
     run_ranks(_options)
 
 
-def _refused() -> None:
+def _refused_in_functions() -> None:
     x = torch.randn(2, 6)
 
     plain = Model()
@@ -165,6 +177,10 @@ def _refused() -> None:
         one_line(lambda x: plain(x).sum())(x)
     with torch.no_grad():  # each rank computes with its whole copy, and nothing is trained
         torch.testing.assert_close(one_line(lambda x: plain(x).sum())(x), plain(x).sum())
+
+    recurrent = Recurrent()
+    with pytest.raises(ConfigError, match=r"(?s)trains a plain model.*Recurrent, parameter rnn.weight_ih_l0"):
+        one_line(lambda x: recurrent(x).sum())(x)
 
     stepped = Breaks()
     optimizer = torch.optim.SGD(stepped.parameters(), lr=0.1)
@@ -177,9 +193,17 @@ def _refused() -> None:
         optimizer.zero_grad()
         return loss.detach()
 
-    with pytest.raises(BackendCompilerFailed, match="trains a plain model"):
+    with pytest.raises(ConfigError, match="trains a plain model"):
         one_line(step)(x)
     assert all(torch.equal(a, b) for a, b in zip(before, stepped.parameters(), strict=True))
+
+
+def test_a_compiled_function_that_trains_a_plain_model_is_refused_by_name() -> None:
+    run_ranks(_refused_in_functions)
+
+
+def _refused() -> None:
+    x = torch.randn(2, 6)
 
     part = Model()
     in_place(part.blocks[0])

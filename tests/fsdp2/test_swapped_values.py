@@ -61,8 +61,7 @@ class _Generated(nn.Module):
         self.hyper, self.layer = nn.Linear(6, 6), nn.Linear(6, 6)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        kept = self.layer._parameters["weight"]
-        assert kept is not None
+        kept = self.layer.weight
         del self.layer.weight
         setattr(self.layer, "weight", self.hyper.weight * 2)  # noqa: B010  typed as a parameter
         y = self.layer(x)
@@ -92,9 +91,10 @@ class _Tied(nn.Module):
         super().__init__()
         self.both = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
         self.both[1].weight = self.both[0].weight
+        self.value = nn.Parameter(torch.eye(6))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return functional_call(self.both, {"0.weight": self.both.get_parameter("0.weight") * 2}, (x,))
+        return functional_call(self.both, {"0.weight": self.value * 2}, (x,))
 
 
 def _check(make: Callable[[], nn.Module], how: Run) -> None:
@@ -105,7 +105,7 @@ def _check(make: Callable[[], nn.Module], how: Run) -> None:
 
 
 @long.parametrize(
-    "make", [_FastWeights, _Learner, _Broken, _Generated, _Tied], always=[_FastWeights, _Learner, _Generated]
+    "make", [_FastWeights, _Learner, _Broken, _Generated, _PutBack, _Tied], always=[_FastWeights, _Learner, _Generated]
 )
 def test_compiled_code_reads_values_that_are_swapped_around_it(make: Callable[[], nn.Module]) -> None:
     run_ranks(_check, make, Run.SHARDED)

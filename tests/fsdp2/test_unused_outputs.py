@@ -116,9 +116,9 @@ def _accumulated(first: slice, second: slice) -> None:
     for _ in range(2):  # the second step's graph has pending gradients among its inputs
         for each, call in ((model, compiled), (reference, reference)):
             each.zero_grad()
-            each.set_requires_gradient_sync(False)  # type: ignore[operator]
+            each.set_requires_gradient_sync(False)
             _loss(*call(_input())[first]).backward()
-            each.set_requires_gradient_sync(True)  # type: ignore[operator]
+            each.set_requires_gradient_sync(True)
             _loss(*call(_input())[second]).backward()
         _compare(model, reference)
 
@@ -134,10 +134,10 @@ def _updated_in_backward() -> None:
     model = _sharded(3)
     step_in_backward(optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5))
     compiled = torch.compile(model, backend=fsdp, options={"lower": "eager"})
-    before = [p.full_tensor().detach().clone() for p in model.parameters()]  # type: ignore[attr-defined]
+    before = [p.full_tensor().detach().clone() for p in model.parameters()]
     _loss(compiled(_input())[0]).backward()
     for (name, p), value in zip(model.named_parameters(), before, strict=True):
-        assert torch.equal(p.full_tensor(), value) == name.startswith("right"), name  # type: ignore[attr-defined]
+        assert torch.equal(p.full_tensor(), value) == name.startswith("right"), name
 
 
 def test_nothing_is_updated_for_an_unused_output() -> None:

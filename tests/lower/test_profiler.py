@@ -109,8 +109,8 @@ def _range_of(event: Any) -> str:
 
 SIZES = {"": 128, " (layers.0)": 64 * 64, " (layers.1)": 64 * 32}
 """Elements of each unit's message on two ranks, which tell whose it is; 32 of the outermost one's are padding."""
-TIMES = {"": 2, " (layers.0)": 1, " (layers.1)": 2}
-"""How often each is gathered: the first layer needs no weight in backward."""
+TIMES = {"": 1, " (layers.0)": 1, " (layers.1)": 2}
+"""How often each is gathered: the outermost unit is kept for backward; the first layer needs no weight there."""
 
 
 @pytest.mark.inductor

@@ -176,7 +176,7 @@ def _train(name: str, *, in_backward: bool) -> tuple[nn.Module, optim.Optimizer]
     torch._dynamo.reset()
     model = _sharded(make)
     parameters = list(model.parameters())
-    decayed = {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1}
+    decayed: dict[str, Any] = {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1}
     optimizer = optim.AdamW([decayed, {"params": [p for p in parameters if p.dim() <= 1]}], lr=0.1)
     if in_backward:
         step_in_backward(optimizer)
@@ -450,7 +450,7 @@ def test_joined_units_that_divide_by_a_number_of_their_own_are_updated() -> None
                 fully_shard(layer)
             fully_shard(model).set_gradient_divide_factor(3.0)
             step_in_backward(optim.SGD(model.parameters(), lr=0.1))
-            options = {"lower": "eager", "bucket_mb": bucket_mb}
+            options: dict[str, Any] = {"lower": "eager", "bucket_mb": bucket_mb}
             loss_of(torch.compile(model, backend="fsdp", options=options)(_input())).backward()
             ends.append(_values(model))
             torch._dynamo.reset()

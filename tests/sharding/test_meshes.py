@@ -130,7 +130,9 @@ def _two_meshes() -> list[Any]:
     parent = nn.Sequential(model)  # a call above it makes of the split one unit for each mesh
     fully_shard(parent, mesh=every)
     units = sorted(
-        (name, parameter.device_mesh.size()) for name, parameter in parent.named_parameters() if parameter.dim()
+        (name, parameter.device_mesh.size())
+        for name, parameter in parent.named_parameters()
+        if isinstance(parameter, DTensor)
     )
     x = torch.randn(2, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
     parent(x).sum().backward()
@@ -150,6 +152,7 @@ def test_parameters_of_one_module_on_two_meshes() -> None:
 def test_a_strategy_and_dimensions_say_the_same_twice(fake_world: Callable[..., Any]) -> None:
     with fake_world(4):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tp"))
-        for given in ({"mesh": mesh, "sharding_strategy": ShardingStrategy.FULL_SHARD}, {}):
+        both: list[dict[str, Any]] = [{"mesh": mesh, "sharding_strategy": ShardingStrategy.FULL_SHARD}, {}]
+        for given in both:
             with pytest.raises(ConfigError, match="a mesh with it, and no sharding_strategy"):
                 fully_shard(nn.Linear(4, 4), dp_mesh_dims=Dims("data") if Dims else "data", **given)

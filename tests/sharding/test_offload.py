@@ -22,8 +22,8 @@ from tests.ranks import run_ranks
 
 
 def test_policies_of_both_fsdps_are_understood() -> None:
-    assert as_offload(CPUOffloadPolicy()) == CPUOffloadPolicy()
-    assert as_offload(CPUOffloadPolicy(pin_memory=False)) == CPUOffloadPolicy(pin_memory=False)
+    for policy in (CPUOffloadPolicy(), CPUOffloadPolicy(pin_memory=False), OffloadPolicy()):
+        assert as_offload(policy) is policy
     assert as_offload(CPUOffload(offload_params=True)) == CPUOffloadPolicy()
     assert as_offload(CPUOffload(offload_params=False)) == OffloadPolicy()
     assert as_offload(None) == OffloadPolicy()

@@ -107,7 +107,8 @@ class _Alive(TorchDispatchMode):
 
 
 def _check_memory(count: int) -> dict[bool, int]:
-    model = fully_shard(nn.Sequential(*(nn.Linear(255, 257, bias=False) for _ in range(count))))
+    model = nn.Sequential(*(nn.Linear(255, 257, bias=False) for _ in range(count)))
+    fully_shard(model)
     peaks = {}
     for rank0_only in (False, True):
         with _Alive() as alive:

@@ -62,8 +62,7 @@ def stand_in(model: M) -> M:
 
 def _is_extended(parameter: nn.Parameter) -> bool:
     """Whether a parameter is more than its elements, or has methods of the protocol of all-gather extensions."""
-    kind = type(parameter)
-    is_plain = kind is FakeTensor or issubclass(kind, nn.Parameter)
+    is_plain = issubclass(type(parameter), FakeTensor | nn.Parameter)
     return not is_plain or any(hasattr(parameter, f"fsdp_{when}_all_gather") for when in ("pre", "post"))
 
 
@@ -105,7 +104,7 @@ def shard_stand_in(model: nn.Module, *, offload_policy: AnyOffloadPolicy = None,
         set_flat(group)
         refresh_reads(group)
     for unit in taken.units:
-        unit.pre_forward = _refuse_to_gather(unit.title)
+        unit.pre_hook = _refuse_to_gather(unit.title)
     _fill_whole_parameters(model)
     return taken
 

@@ -16,15 +16,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp
-from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
-    Metadata,
-    StorageMeta,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-__all__ = ["METADATA", "StorageInfo", "read_metadata"]
+from fsdp_compile._torch.distributed import MemoryFormat, StorageInfo
 
 METADATA = ".metadata"
 
@@ -80,11 +74,12 @@ def _layout(name: object) -> torch.layout:
     return layout
 
 
-def _enum_member(kind: object, name: object) -> Enum:
+def _enum_member(kind: Any, name: object) -> Enum:
     """What `getattr` is called for: CPython 3.11.2, for one, pickles members of an enum as attributes."""
-    if kind is not _MEM_FORMAT_ENCODING or not isinstance(name, str):
+    if kind is not MemoryFormat or not isinstance(name, str):
         raise pickle.UnpicklingError("it refers to builtins.getattr, which no checkpoint needs otherwise")
-    return _MEM_FORMAT_ENCODING[name]
+    found: Enum = kind[name]
+    return found
 
 
 _DATACLASSES = (*(getattr(dcp, name) for name in dcp.__all__), StorageInfo)
@@ -95,7 +90,7 @@ _PATHS = {
     "PureWindowsPath": PureWindowsPath,
 }
 _ALLOWED: dict[tuple[str, str], Any] = {
-    **{(kind.__module__, kind.__qualname__): kind for kind in (*_DATACLASSES, _MEM_FORMAT_ENCODING, OrderedDict)},
+    **{(kind.__module__, kind.__qualname__): kind for kind in (*_DATACLASSES, MemoryFormat, OrderedDict)},
     **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
     **{(module, name): path for module in ("pathlib", "pathlib._local") for name, path in _PATHS.items()},
     ("torch", "Size"): torch.Size,

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.serialization import _get_layout
 
-from fsdp_compile._torch.dcp_metadata import read_metadata
+from fsdp_compile.formats.dcp_metadata import read_metadata
 
 pytestmark = pytest.mark.core
 
