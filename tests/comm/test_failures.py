@@ -155,6 +155,7 @@ def _destroyed_first(port: int) -> str:
     rank = dist.get_rank()
     dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"tcp://localhost:{port}", rank=rank, world_size=2)
+    compile_eagerly(fully_shard(nn.Linear(4, 4)))(torch.ones(1, 4))
     model = fully_shard(nn.Linear(4, 4))
     if rank == 1:
         dist.destroy_process_group()
