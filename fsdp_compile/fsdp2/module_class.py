@@ -19,6 +19,7 @@ from fsdp_compile._torch.dynamo import comptime, skip_code
 from fsdp_compile._torch.fully_shard import MANAGED, class_below
 from fsdp_compile._torch.tracing import is_compiling_a_frame, leave_while_traced, traces_a_forward
 from fsdp_compile.errors import UnsupportedModelError
+from fsdp_compile.fsdp2.buffers import follow_mode
 from fsdp_compile.layout.spec import GradPlacement
 
 if TYPE_CHECKING:
@@ -134,6 +135,7 @@ def _make(base: type, reads: Sequence[ParamRead]) -> type:
         MANAGED: property(_is_managed),
         _BASE: base,
         "named_parameters": _named_parameters,
+        "train": _train,
         "__slots__": (),
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
@@ -245,6 +247,12 @@ def _named_parameters(
     elif traces_a_forward():
         return _traced_parameters(self, prefix, recurse, remove_duplicate)
     return getattr(type(self), _BASE).named_parameters(self, prefix, recurse, remove_duplicate)
+
+
+def _train(self: Any, *mode: Any, **named: Any) -> Any:
+    made = getattr(type(self), _BASE).train(self, *mode, **named)
+    follow_mode(self)
+    return made
 
 
 def _traced_parameters(self, prefix, recurse, remove_duplicate):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202

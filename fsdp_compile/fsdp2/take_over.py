@@ -19,6 +19,7 @@ from fsdp_compile._torch import fully_shard as fsdp2
 from fsdp_compile._torch.autograd import outside_of_transforms
 from fsdp_compile._torch.dynamo import OptimizedModule, backend_in_callback, call_of, graph_break, skip_code
 from fsdp_compile._torch.eval_frame import compiler_of_calls
+from fsdp_compile.fsdp2.buffers import follow_mode
 from fsdp_compile.fsdp2.casts import cast
 from fsdp_compile.fsdp2.module_class import LAYOUTS, UNIT, ParamRead, class_of, original_class, refresh_reads, set_flat
 from fsdp_compile.fsdp2.param_group import Param, ParamGroup
@@ -133,6 +134,7 @@ def _give_classes(model: Model) -> None:
     classes: dict[Unit, list[tuple[nn.Module, type, type]]] = {unit: [] for unit in model.units}
     marks = {module: fsdp2.take_marks(module) for module in model.root.modules()}
     for module in marks:
+        follow_mode(module)
         own = sorted(reads.get(module, ()), key=lambda read: read[0])
         number = {
             group: i for i, group in enumerate(dict.fromkeys(g for g in model.groups if any(g is r[1] for r in own)))

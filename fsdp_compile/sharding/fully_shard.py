@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from fsdp_compile._torch import fully_shard_calls as private
 from fsdp_compile.config.policy import AnyOffloadPolicy, AnyPrecisionPolicy, WrapPolicy, as_mixed_precision
 from fsdp_compile.errors import ConfigError
+from fsdp_compile.fsdp2.buffers import cast_buffers
 from fsdp_compile.fsdp2.take_over import keep_inputs_in_eval
 from fsdp_compile.sharding import wrap
 from fsdp_compile.sharding.arguments import (
@@ -34,7 +35,7 @@ from fsdp_compile.sharding.arguments import (
 from fsdp_compile.sharding.first_rank import FirstRank
 from fsdp_compile.sharding.materialize import materialize
 from fsdp_compile.sharding.params import is_whole, placements, refuse_params
-from fsdp_compile.sharding.precision import cast_buffers, torch_precision, with_excluded
+from fsdp_compile.sharding.precision import torch_precision, with_excluded
 from fsdp_compile.sharding.replicated import Place, ReplicatedParams
 from fsdp_compile.sharding.settings import ShardingSettings
 from fsdp_compile.sharding.units import Unit, open_modules, plan_units
@@ -207,9 +208,9 @@ class _Call:
         if given.init_fn is not None:
             materialize(self._whole, given.init_fn)
         for unit in self._units:
-            dtype = unit.policy.precision.buffer_dtype
-            if dtype is not None and unit.policy.own_dtype is None:
-                cast_buffers(unit.own, dtype)
+            precision = unit.policy.precision
+            if precision.buffer_dtype is not None and unit.policy.own_dtype is None:
+                cast_buffers(unit.own, precision.buffer_dtype, restore_in_eval=precision.full_precision_in_eval)
 
     def _named_values(self) -> dict[str, torch.Tensor]:
         """What no call has sharded or ignores, by name, each once."""

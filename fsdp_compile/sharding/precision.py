@@ -1,11 +1,10 @@
-"""Mixed precision beyond FSDP2's: modules that are excluded, casts of inputs by place in the model, buffers."""
+"""Mixed precision beyond FSDP2's: modules that are excluded, and casts of inputs by place in the model."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -70,74 +69,3 @@ def _visit(
 def _own_dtype(module: nn.Module) -> torch.dtype:
     values: Iterable[torch.Tensor] = itertools.chain(module.parameters(), module.buffers())
     return next((t.dtype for t in values if t.is_floating_point()), torch.float32)
-
-
-def cast_buffers(modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
-    """Casts the floating-point buffers of modules, one by one; state dicts have them in their original dtype."""
-    casts: dict[torch.Tensor, torch.Tensor] = {}  # several modules may have one buffer
-    for module in modules:
-        originals = {
-            name: buffer
-            for name, buffer in module.named_buffers(recurse=False)
-            if buffer.is_floating_point() and buffer.dtype != dtype
-        }
-        for name, buffer in originals.items():
-            module._buffers[name] = casts.setdefault(buffer, buffer.to(dtype))
-        if originals:
-            module.register_state_dict_post_hook(_Originals(originals, {n: casts[b] for n, b in originals.items()}))
-
-
-def full_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """`model.named_buffers()`, with those that were cast as they are in their original dtype."""
-    return {name: _full(model, name, buffer) for name, buffer in model.named_buffers()}
-
-
-@torch.no_grad()
-def write_buffer(model: nn.Module, name: str, value: torch.Tensor) -> None:
-    """Writes a value in the original dtype to a buffer; one that was cast keeps it for state dicts."""
-    model.get_buffer(name).copy_(value)
-    for hook, attribute in _casts_of(model, name):
-        hook.keep(attribute, model.get_buffer(name), value)
-
-
-def _full(model: nn.Module, name: str, buffer: torch.Tensor) -> torch.Tensor:
-    return next((hook.full(attribute, buffer) for hook, attribute in _casts_of(model, name)), buffer)
-
-
-def _casts_of(model: nn.Module, name: str) -> list[tuple[_Originals, str]]:
-    """What has the original of a buffer that was cast, in each module that has it; none of other buffers."""
-    found, buffer = [], model.get_buffer(name)
-    for module in model.modules():
-        hooks = [hook for hook in module._state_dict_hooks.values() if isinstance(hook, _Originals)]
-        found += [(h, n) for h in hooks for n, each in module._buffers.items() if each is buffer and h.has(n)]
-    return found
-
-
-class _Originals:
-    """A hook that puts buffers into state dicts as they were before the cast, or if they changed since, cast back."""
-
-    def __init__(self, originals: dict[str, torch.Tensor], casts: dict[str, torch.Tensor]) -> None:
-        self._originals = originals
-        self._casts = {name: (cast, cast._version) for name, cast in casts.items()}
-
-    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
-        for name in self._originals:
-            buffer = module._buffers.get(name)
-            if buffer is not None and prefix + name in state:
-                state[prefix + name] = self.full(name, buffer)
-
-    def has(self, name: str) -> bool:
-        """Whether it knows a buffer."""
-        return name in self._originals
-
-    def full(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
-        """A buffer in its original dtype; the same tensor until it changes."""
-        cast, version = self._casts[name]
-        if buffer is not cast or cast._version != version:
-            self.keep(name, buffer, buffer.to(self._originals[name].dtype))
-        return self._originals[name]
-
-    def keep(self, name: str, buffer: torch.Tensor, value: torch.Tensor) -> None:
-        """Takes a value in the original dtype for a buffer that was given the same, cast."""
-        self._originals[name] = value.detach().clone()
-        self._casts[name] = buffer, buffer._version

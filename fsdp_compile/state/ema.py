@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch.tensors import by_device_and_dtype, foreach_lerp_, make_dtensor
 from fsdp_compile.errors import ConfigError
+from fsdp_compile.fsdp2.buffers import full_buffers, write_buffer
 from fsdp_compile.fsdp2.shards import full_value, is_first, local_of, meshes_of, shard_between_steps, shard_like, unwrap
-from fsdp_compile.sharding.precision import full_buffers, write_buffer
 
 _COUNT, _PREFIX = "n_averaged", "module."
 """Names in state dicts, which are those of `torch.optim.swa_utils.AveragedModel`."""
