@@ -23,8 +23,8 @@ class MixedPrecision(MixedPrecisionPolicy):
     `param_dtype`, `reduce_dtype`, `output_dtype` and `cast_forward_inputs` are inherited.
 
     Attributes:
-        buffer_dtype: Dtype of floating-point buffers. They are cast once, when the module is sharded; state dicts have
-            them in their original dtype. `None` leaves them.
+        buffer_dtype: Dtype of floating-point buffers. They are cast when the module is sharded; state dicts have them
+            in their original dtype. `None` leaves them.
         full_precision_classes: Parameters and buffers of modules of these classes keep their own dtype, in the
             all-gather, in computation and in the reduction. Such a module's inputs are cast to it, and its outputs back
             to the dtype of its inputs. By default batch norms, as in FSDP1.
