@@ -34,7 +34,12 @@ class _Block(nn.Module):
 
 
 class _Model(nn.Sequential):
-    """A class of the user's: calls of torch's own containers are traced with their hooks, and ask once more."""
+    """A forward of the user's: calls of torch's own are traced with their hooks, and ask once more."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self:
+            x = block(x)
+        return x
 
 
 @contextmanager
