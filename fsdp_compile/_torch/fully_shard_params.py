@@ -78,6 +78,18 @@ def refs_of(param: TorchParam) -> list[tuple[nn.Module, str]]:
     ]
 
 
+def are_registered(params: Sequence[TorchParam]) -> bool:
+    """Whether modules have sharded parameters in all their places; as `seen_params`, in one call."""
+    for param in params:
+        info, sharded = param._module_info, param.sharded_param
+        if info.module._parameters.get(info.param_name) is not sharded:
+            return False
+        for module, name in zip(info.shared_modules, info.shared_param_names, strict=True):
+            if module._parameters.get(name) is not sharded:
+                return False
+    return True
+
+
 def take_unreduced_grad(param: TorchParam) -> torch.Tensor | None:
     """This rank's part of the gradient that FSDP2 has accumulated without reducing it, which it forgets."""
     grad = param.unsharded_accumulated_grad

@@ -320,6 +320,11 @@ class ParamGroup:
         """Whether `follow_parameters` has something to follow."""
         return torch_params.seen_params(self._members) != self._seen
 
+    @property
+    def is_registered(self) -> bool:
+        """Whether modules have the sharded parameters, as between forwards."""
+        return torch_params.are_registered(self._members)
+
     def follow_parameters(self) -> bool:
         """Follows parameters that were replaced, frozen or thawed; returns whether the edge is another one.
 

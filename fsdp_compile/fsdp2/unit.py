@@ -274,6 +274,7 @@ class Unit:
         return [
             (module, name, value)
             for group in self.groups
+            if not group.is_registered
             for param in group.params
             for module, name in param.refs
             if not fsdp2.is_registered_by_torch(param.of_torch, value := module._parameters.get(name))
