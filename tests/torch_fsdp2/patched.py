@@ -8,7 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
+from torch._dynamo import trace_rules
+from torch._dynamo.external_utils import wrap_inline
 from torch.distributed import _composable, fsdp
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -27,7 +30,10 @@ def compiling(module: Any, **kwargs: Any) -> Any:
     if isinstance(module, nn.Module):
         for part in module.modules():
             part._compiled_call_impl = None
-        module.compile(backend="fsdp", options={"lower": "eager"})
+        call = module._call_impl
+        # As torch.compile(module) does: Dynamo starts no graph in a forward of torch's.
+        call = wrap_inline(call) if trace_rules.check(module.forward) else call
+        module._compiled_call_impl = torch.compile(call, backend="fsdp", options={"lower": "eager"})
     return result
 
 
