@@ -130,7 +130,9 @@ class CompiledStep:
                 if each.flat in groups and each.flat in self.unused.sources
             }
             unused = self.unused.find(args, ranks, waiting)
-        produced: list[Collection[int]] = [set(each.offsets).difference(unused.get(each.flat, ())) for each in self.grads]
+        produced: list[Collection[int]] = [
+            set(each.offsets).difference(unused.get(each.flat, ())) for each in self.grads
+        ]
         for each, offsets in zip(self.grads, produced, strict=True):
             if each.flat in groups and each.update is Update.IN_BACKWARD:
                 groups[each.flat].updates.chosen = edge.accumulated(groups[each.flat]).intersection(offsets)
