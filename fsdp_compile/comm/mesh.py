@@ -16,6 +16,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 
+from fsdp_compile.comm.failures import remember_world
 from fsdp_compile.comm.groups import check_mesh, default_mesh, mesh_of_shape, replicas_only
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.layout.hosts import ranks_per_host
@@ -45,6 +46,7 @@ def mesh_of(strategy: ShardingStrategy | None, mesh: DeviceMesh | None, *, devic
     if mesh is None:
         mesh = hybrid_mesh(device_type) if strategy in HYBRID else default_mesh(device_type)
     check_mesh(mesh)
+    remember_world()  # this rank may fail before anything is compiled
     wanted = 2 if strategy in HYBRID else 1
     if strategy is not None and mesh.ndim != wanted:
         raise ConfigError(

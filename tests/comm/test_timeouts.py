@@ -24,6 +24,8 @@ def _timeouts(settings: dict[str, Any], mesh_shape: tuple[int, ...] | None) -> d
     mesh = None if mesh_shape is None else init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
     model = fully_shard(nn.Linear(8, 8), mesh=mesh, **settings)
     compile_eagerly(model)(torch.ones(2, 8)).sum().backward()
+    for place in groups.rank_stores():
+        groups.comparing_group(place)  # as outputs that only some ranks use need it
     used = {name: resolve_group(name) for name in groups.registry.aliases}
     made = {purpose: made() for (purpose, _), made in groups.registry.made.items()}
     waits = {str(place.ranks): place.timeout_s for place in groups.rank_stores()}
