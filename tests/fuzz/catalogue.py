@@ -114,26 +114,23 @@ ROWS: Final = (
         "for _ in range(2):\n    torch._dynamo.graph_break()\n    x = self.m(x)\n" + _CALL,
     ),
     Row(
-        "blocks compiled one by one, in place, sharded before",
+        "blocks of a plain model compiled one by one",
         "self.m = nn.Linear(6, 6)\nself.n = nn.Linear(6, 6)",
         "return self.head(self.n(self.m(x)))",
-        shard="fully_shard(model)",
         compiled="for block in (model.m, model.n):\n    block.compile(**BACKEND)\n"
         "return lambda x, ids: loss(model(x, ids))",
     ),
     Row(
-        "all parts compiled one by one, in place, sharded before",
+        "all parts of a plain model compiled one by one, in place",
         "self.m = nn.Linear(6, 6)\nself.n = nn.Linear(6, 6)",
         "return self.head(self.n(self.m(x)))",
-        shard="fully_shard(model)",
         compiled="for part in model.children():\n    part.compile(**BACKEND)\n"
         "return lambda x, ids: loss(model(x, ids))",
     ),
     Row(
-        "a module of torch's own, compiled in place and called alone, sharded before",
+        "a module of torch's own, compiled in place and called alone",
         "self.m = nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, batch_first=True)",
         "return self.head(self.m(x.unsqueeze(1)).squeeze(1))",
-        shard="fully_shard(model)",
         compiled="for part in (model.m, model.head):\n    part.compile(**BACKEND)\n"
         "return lambda x, ids: loss(model.head(model.m(x.unsqueeze(1)).squeeze(1)))",
     ),

@@ -293,16 +293,9 @@ def test_plans_that_promise_something_for_their_sizes_are_not_changed() -> None:
         assert "options={'prefetch': 1}" in message
 
 
-class _Expert(nn.Sequential):
-    """A user's class: torch compiles nothing of its own ones that are compiled in place."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x)
-
-
 def _experts() -> int:
     """Rank 1 compiles its second layer again, for its rows; the other ranks share the first layer's graph."""
-    experts = [_Expert(nn.Linear(32, 32), nn.Tanh()) for _ in range(2)]
+    experts = [nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(2)]
     model = nn.ModuleDict({"experts": nn.ModuleList(experts)})
     for expert in experts:
         fully_shard(expert)
@@ -394,7 +387,7 @@ class _Mixture(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.experts = nn.ModuleList(_Expert(nn.Linear(32, width), nn.Linear(width, 32)) for width in (8, 9))
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(32, width), nn.Linear(width, 32)) for width in (8, 9))
         self.head = nn.Linear(32, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -418,7 +411,7 @@ def _mixture() -> tuple[float, str]:
     batch[:, 0] = torch.tensor([1.0, -1, 1, -1, -1, -1, -1, -1])
     model = _Mixture()
     reference = copy.deepcopy(model)
-    for part in model.experts:
+    for part in (*model.experts, model.head):
         fully_shard(part)
         part.compile(backend="fsdp", options={"lower": "eager"})
     fully_shard(model)
@@ -428,7 +421,7 @@ def _mixture() -> tuple[float, str]:
 
     other = _Mixture()
     other.skips_empty = True
-    for part in other.experts:
+    for part in (*other.experts, other.head):
         fully_shard(part)
         part.compile(backend="fsdp", options={"lower": "eager", "prefetch": 2})
     torch._dynamo.reset()
