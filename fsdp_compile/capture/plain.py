@@ -1,16 +1,17 @@
 """The one line on a plain model: it is sharded when its compiled form is called first, before anything of it runs.
 
     compiled = torch.compile(model, backend="fsdp")    a forward pre-hook of `compiled`
-    model.compile(backend="fsdp")                      when Dynamo first compiles the model's forward
+    model.compile(backend="fsdp")                      a forward pre-hook of `model`
     torch.compile(function, backend="fsdp")            `function` may call such models; other plain ones are refused
 
-A hook makes no difference between what Dynamo compiles of a model and what it leaves to Python.
+The hooks make no difference between what Dynamo compiles of a model and what it leaves to Python.
 """
 
 from __future__ import annotations
 
 import functools
 import types
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -24,13 +25,15 @@ from fsdp_compile._torch import fully_shard as fsdp2
 from fsdp_compile._torch.autograd import outside_of_transforms
 from fsdp_compile._torch.compiled_modules import (
     after_each_compile_of_a_module,
-    compiled_in_place,
+    compile_around,
     hooks_are_traced,
+    is_backend,
 )
 from fsdp_compile._torch.dynamo import (
     FrameToCompile,
     OptimizedModule,
     call_of,
+    given_backend,
     skip_code,
 )
 from fsdp_compile.capture.unaveraged import (
@@ -42,7 +45,6 @@ from fsdp_compile.capture.unaveraged import (
     refuse_wrapper_around,
     sharded,
     waiting,
-    waits,
 )
 from fsdp_compile.comm import alike
 from fsdp_compile.comm.groups import check_mesh, default_mesh
@@ -62,32 +64,92 @@ from fsdp_compile.sharding.params import refuse_params
 def watch(backend: Callable[..., Any]) -> None:
     """Shards what is compiled for a backend at its first call; the backend's module calls this when it is imported."""
 
-    def wrapped(compiled: OptimizedModule, module: nn.Module, options: Mapping[str, Any] | None) -> None:
-        waiting.setdefault(module, options)
-        compiled.register_forward_pre_hook(before_call, prepend=True)
+    def wrapped(compiled: OptimizedModule, module: nn.Module) -> None:
+        _FirstCall(compiled, module, lambda: given_backend(compiled.dynamo_ctx).options)
         if hooks_are_traced(module):
             compiled.register_forward_pre_hook(follow_changes)
 
-    after_each_compile_of_a_module(backend, wrapped)
+    def in_place(module: nn.Module, arguments: Mapping[str, Any]) -> None:
+        _remove_hooks(module)
+        waiting.pop(module, None)
+        if is_backend(arguments.get("backend"), backend) and not arguments.get("disable"):
+            options = arguments.get("options")
+            compile_around(module, arguments, follow_changes)
+            _FirstCall(module, module, lambda: options, arguments)
+
+    after_each_compile_of_a_module(backend, wrapped, in_place)
     stale.follow_optimizers()
     register_module_module_registration_hook(refuse_wrapper_around)
     register_optimizer_step_pre_hook(refuse_plain_rest_of_optimizer)
 
 
-def before_call(compiled: nn.Module, _args: Any) -> None:
-    """Shards a compiled module that is about to be called for the first time."""
-    if not torch.compiler.is_compiling():  # else a part of other compiled code, before which it was sharded
-        _before_call(compiled)
+class _FirstCall:
+    """A forward pre-hook of a compiled module, until it is called.
+
+    Args:
+        caller: What is called: the module, or what `torch.compile` has made of it.
+        module: The module.
+        options: Of the compile.
+        in_place: Arguments of `module.compile`.
+    """
+
+    def __init__(
+        self,
+        caller: nn.Module,
+        module: nn.Module,
+        options: Callable[[], Mapping[str, Any] | FSDPOptions | None],
+        in_place: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.caller, self.module = weakref.ref(caller), weakref.ref(module)
+        self.in_place = in_place
+        waiting.setdefault(module, options)
+        caller.register_forward_pre_hook(self, prepend=True, with_kwargs=True)
+
+    def __call__(self, caller: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Shards a module that is about to be called."""
+        if torch.compiler.is_compiling():  # a part of other compiled code, before which it was sharded
+            return None
+        # The call has taken its hooks already; here, since Dynamo does not watch what a disabled function calls.
+        for hook, takes_kwargs in _begin(self, caller):
+            if takes_kwargs:
+                args, kwargs = hook(caller, args, kwargs) or (args, kwargs)
+            elif (made := hook(caller, args)) is not None:
+                args = made if isinstance(made, tuple) else (made,)
+        return args, kwargs
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> _FirstCall:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What is loaded is not compiled, as with `torch.compile`, and has a hook that does nothing."""
+        return functools.partial, (no_hook,)
+
+
+def no_hook(_module: nn.Module, _args: Any, _kwargs: Any) -> None:
+    """Takes the place of a hook in a module that was pickled."""
 
 
 @torch.compiler.disable
-def _before_call(compiled: nn.Module) -> None:
-    # A module that was loaded may have the hook and be compiled no longer.
-    if isinstance(compiled, OptimizedModule):
-        shard_now(compiled._orig_mod)
+def _begin(hook: _FirstCall, caller: nn.Module) -> list[tuple[Callable[..., Any], bool]]:
+    """Shards a module at its first call; returns the pre-hooks that it has got, and whether they take keywords."""
+    module, before = hook.module(), set(caller._forward_pre_hooks)
+    if caller is hook.caller() and module is not None:
+        shard_now(module)
+        if hook.in_place is not None:  # `module.compile` has imported this package, and went on after it
+            compile_around(module, hook.in_place, follow_changes)
+    _remove_hooks(caller)
+    takes_kwargs = caller._forward_pre_hooks_with_kwargs
+    return [(each, key in takes_kwargs) for key, each in caller._forward_pre_hooks.items() if key not in before]
 
 
-skip_code(before_call.__code__)
+def _remove_hooks(module: nn.Module) -> None:
+    for key in [key for key, hook in module._forward_pre_hooks.items() if isinstance(hook, _FirstCall)]:
+        del module._forward_pre_hooks[key]
+        module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+for _function in (_FirstCall.__call__, no_hook):
+    skip_code(_function.__code__)
 
 
 def shard_now(module: nn.Module) -> bool:
@@ -96,16 +158,16 @@ def shard_now(module: nn.Module) -> bool:
     Returns:
         Whether it was sharded: not if nobody has compiled it, or if it is sharded, or has no parameters.
     """
-    if not waits(module):
+    if module not in waiting:
         return False
     # A wrapper of another data parallelism, whose call was refused, may not be collected yet.
     around = [m for m in waiting if m is module or (module in set(m.modules()) and not isinstance(m, WRAPPERS))]
-    outermost = max(around, key=lambda other: len(list(other.modules())), default=module)
-    in_place = compiled_in_place(outermost)
-    given = waiting[outermost] if outermost in waiting or in_place is None else in_place.options
+    outermost = max(around, key=lambda other: len(list(other.modules())))
+    given = waiting[outermost]()
     done = _shard(outermost, FSDPOptions.from_dict(given))
     for part in outermost.modules():
         waiting.pop(part, None)
+        _remove_hooks(part)
     return done
 
 
@@ -124,8 +186,8 @@ def shard_in_frame(frame: FrameToCompile) -> None:
     """Shards the compiled plain models that a frame may call, before Dynamo traces it."""
     for held in modules_of(frame):
         module = held._orig_mod if isinstance(held, OptimizedModule) else held
-        if shard_now(module) and (call := call_of(module)) is not None:
-            # The call of a model compiled in place has begun, or `compiled.forward(x)`: its hooks have not run.
+        if module in waiting and shard_now(module) and (call := call_of(module)) is not None:
+            # `compiled.forward(x)`: hooks of the call itself have not run.
             _refuse_missed_casts(module)
             model = model_of(module)
             for unit in [] if model is None else model.units:
@@ -141,7 +203,7 @@ def _refuse_missed_casts(module: nn.Module) -> None:
             "mixed precision casts what this module is called with or returns, and its call had begun before it was "
             "sharded",
             where=f"{type(module).__name__}.forward(), options={{'mp_policy': ...}}",
-            instead="call what torch.compile(model, ...) returns, or fully_shard(model, mp_policy=...) first",
+            instead="call the compiled model itself, or fully_shard(model, mp_policy=...) before torch.compile",
         )
 
 

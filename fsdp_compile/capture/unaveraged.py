@@ -7,7 +7,7 @@ what a compiled function reads) would become another copy on each rank; DDP and 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from fsdp_compile._torch import fully_shard as fsdp2
-from fsdp_compile._torch.compiled_modules import compiled_in_place
 from fsdp_compile._torch.dynamo import OptimizedModule, modules_being_called, values_on_the_way
 from fsdp_compile._torch.fully_shard_calls import is_replicated
 from fsdp_compile._torch.tensors import is_gathered
@@ -26,22 +25,19 @@ from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.fsdp2 import stale
 from fsdp_compile.fsdp2.module_class import user_class
 from fsdp_compile.fsdp2.param_group import ParamGroup
-from fsdp_compile.fsdp2.take_over import is_ours, sharded_root
+from fsdp_compile.fsdp2.take_over import sharded_root
 from fsdp_compile.fsdp2.updates import has_user_hooks
+from fsdp_compile.options import FSDPOptions
 from fsdp_compile.sharding.params import is_whole
 
 _WHOLE = "call fully_shard(model) first, or compile the model"
 WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel)
 
-waiting: weakref.WeakKeyDictionary[nn.Module, Mapping[str, Any] | None] = weakref.WeakKeyDictionary()
-"""Modules that `torch.compile(module)` has wrapped and that were not called yet, and the options of their compile."""
+waiting: weakref.WeakKeyDictionary[nn.Module, Callable[[], Mapping[str, Any] | FSDPOptions | None]]
+waiting = weakref.WeakKeyDictionary()
+"""Compiled modules that were not called yet, and the options of their compile."""
 sharded: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
 """Modules that their first call has sharded, and the options for `fully_shard` with which it did."""
-
-
-def waits(module: nn.Module) -> bool:
-    """Whether a module is compiled, so that its first call shards it if it is plain."""
-    return module in waiting or ((given := compiled_in_place(module)) is not None and is_ours(given))
 
 
 def places_of(module: nn.Module) -> Iterator[tuple[tuple[nn.Module, str], tuple[str, nn.Parameter]]]:
@@ -117,7 +113,7 @@ def _refuse_plain_rest(module: nn.Module) -> None:
             raise _refuse_wrapper(around, type(around).__name__)
         if module not in set(around.modules()) or not torch.is_grad_enabled():
             continue
-        averaged = ids_in([module, *filter(waits, around.modules()), *fsdp2.sharded_modules()])
+        averaged = ids_in([module, *waiting, *fsdp2.sharded_modules()])
         for _, (name, parameter) in places_of(around):
             if parameter.requires_grad and id(parameter) not in averaged:
                 raise ConfigError(
@@ -144,7 +140,7 @@ def refuse_wrapper_around(module: nn.Module, _name: str, child: nn.Module | None
         for part in child.modules():
             inner = part._orig_mod if isinstance(part, OptimizedModule) else part
             # What the user has sharded alone, the wrapper may have been told to ignore.
-            if inner in sharded or (waits(inner) and sharded_root(inner) is None):
+            if inner in sharded or (inner in waiting and sharded_root(inner) is None):
                 raise _refuse_wrapper(module, f"{type(module).__name__}({user_class(inner).__name__})")
 
 

@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_map
 from fsdp_compile._torch import fully_shard as fsdp2
 from fsdp_compile._torch.autograd import outside_of_transforms
 from fsdp_compile._torch.dynamo import (
-    GivenBackend,
     OptimizedModule,
     call_of,
     compiler_of_calls,
@@ -46,11 +45,6 @@ _backends: list[object] = []
 def note_backend(backend: object) -> None:
     """Makes a function known as a backend whose graphs gather units."""
     _backends.append(backend)
-
-
-def is_ours(given: GivenBackend) -> bool:
-    """Whether frames are compiled with a known backend."""
-    return given.function in _backends
 
 
 def model_of(module: nn.Module) -> Model | None:
@@ -336,12 +330,12 @@ def _end(unit: Unit, hook: fsdp2.PostHook, module: nn.Module, args: Any, output:
 
 def _note_watched() -> None:
     compiler = compiler_of_calls()
-    _watched.value = compiler is not None and _compiles_for_us(compiler)
+    _watched.value = compiler is not None and _is_ours(compiler)
 
 
 @functools.lru_cache(maxsize=64)
-def _compiles_for_us(compiler: Any) -> bool:
-    return is_ours(given_backend(compiler))
+def _is_ours(compiler: Any) -> bool:
+    return given_backend(compiler).function in _backends
 
 
 for _function in (follow_changes, _note_watched, compiler_of_calls, _FirstPreHook.__call__):

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile import ConfigError, fully_shard
+from fsdp_compile import ConfigError, fully_shard, units
 from fsdp_compile._torch import fully_shard as private
 from tests.beside import Beside, Run, close, compile_eagerly
 from tests.fake_world import fake_world
@@ -40,20 +40,21 @@ def _kinds(model: nn.Module) -> set[type]:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_first_call_that_fails_is_tried_again(form: str) -> None:
-    model = Stack()
+    model = nn.LSTM(WIDTH, WIDTH)  # Dynamo compiles nothing of it, which would be another occasion
     call = FORMS[form](model)
     for _ in range(2):
         with pytest.raises(ConfigError, match="no process group"):
-            call(torch.ones(2, WIDTH))
+            call(torch.ones(3, 2, WIDTH))
     with fake_world(2):
-        call(torch.ones(2, WIDTH))
+        call(torch.ones(3, 2, WIDTH))
         assert isinstance(model, FSDPModule)
 
 
-def test_values_in_the_place_of_parameters_are_not_the_first_call() -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_values_in_the_place_of_parameters_are_not_the_first_call(form: str) -> None:
     with fake_world(2):
-        model = nn.LSTM(WIDTH, WIDTH)  # Dynamo compiles nothing of it, which would be another occasion
-        call: Any = compile_eagerly(model)
+        model = nn.LSTM(WIDTH, WIDTH)
+        call: Any = FORMS[form](model)
         values = {name: torch.zeros_like(p) for name, p in call.named_parameters()}
         torch.func.functional_call(call, values, torch.ones(3, 2, WIDTH))
         assert _kinds(model) == {nn.Parameter}
@@ -120,15 +121,30 @@ def test_the_options_of_the_last_compile_in_place_count() -> None:
         assert all(group.post_forward_mesh_info is None for state in states for group in private.groups_of(state))
 
 
+@pytest.mark.parametrize("sharded", [False, True], ids=["plain", "sharded"])
+@pytest.mark.parametrize("make", [nn.Linear, lambda *widths: nn.Sequential(nn.Linear(*widths))])
+def test_a_module_of_a_class_of_torch_is_compiled_in_place(make: Callable[..., nn.Module], sharded: bool) -> None:  # noqa: FBT001
+    with fake_world(2):
+        model = make(WIDTH, WIDTH)
+        if sharded:
+            fsdp2(model)
+        _in_place(model)
+        for _ in range(
+            2
+        ):  # the first compile of a process imports the backend, and the first call after it has no graph
+            model(torch.ones(2, WIDTH)).sum().backward()
+        assert any(unit.compiled_regions for unit in units(model))
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy], ids=["deepcopy", "copy"])
 def test_copies_are_plain_and_the_model_is_not(copied: Callable[[nn.Module], nn.Module]) -> None:
     with fake_world(2):
-        model = Stack()
-        call = compile_eagerly(model)
-        other: Any = copied(model)
+        model = nn.Linear(WIDTH, WIDTH)
+        _in_place(model)
+        other = copied(model)
         other(torch.ones(2, WIDTH))
         assert not isinstance(other, FSDPModule)
-        call(torch.ones(2, WIDTH))
+        model(torch.ones(2, WIDTH))
         assert isinstance(model, FSDPModule)
 
 
@@ -141,16 +157,18 @@ def test_a_deep_copy_can_be_pickled_once_it_was_called() -> None:
     assert torch.equal(loaded(torch.ones(2, WIDTH)), other(torch.ones(2, WIDTH)))
 
 
-def test_a_lazy_model_is_refused_when_it_is_called_and_not_before() -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_a_lazy_model_is_refused_when_it_is_called_and_not_before(form: str) -> None:
     model = nn.Sequential(nn.LazyLinear(3))
-    call = compile_eagerly(model)
+    call = FORMS[form](model)
     with fake_world(2), pytest.raises(ConfigError, match="no shape yet"):
         call(torch.ones(2, WIDTH))
 
 
-def test_nothing_of_the_first_call_in_place_is_kept() -> None:
+@pytest.mark.parametrize("make", [Stack, lambda: nn.Linear(WIDTH, WIDTH)], ids=["class", "of-torch"])
+def test_nothing_of_the_first_call_in_place_is_kept(make: Callable[[], nn.Module]) -> None:
     with fake_world(2), torch.no_grad():
-        model: nn.Module = Stack()
+        model: nn.Module = make()
         batch = torch.ones(2, WIDTH)
         _in_place(model)
         model(batch)

@@ -168,11 +168,7 @@ def _blocks_alone(form: str) -> str:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize(
-    # In place, torch compiles nothing of a class of its own: its gradients would be averaged by no rank.
-    "form",
-    ["alone", "head-in-place", "head-for-another-backend", "head-in-place-for-another-backend"],
-)
+@pytest.mark.parametrize("form", ["alone", "head-for-another-backend", "head-in-place-for-another-backend"])
 def test_blocks_that_are_compiled_alone_are_refused(form: str) -> None:
     for message in run_ranks(_blocks_alone, form):
         assert message.startswith(f"{ConfigError.__name__}: only a part of a model is compiled")
@@ -180,7 +176,7 @@ def test_blocks_that_are_compiled_alone_are_refused(form: str) -> None:
         assert "fully_shard(model) first, or compile the model" in message
 
 
-@long.parametrize("form", ["all", "sharded"], always=["all"])
+@long.parametrize("form", ["all", "head-in-place", "sharded"], always=["head-in-place"])
 def test_parts_are_compiled_where_nothing_is_left_over(form: str) -> None:
     assert run_ranks(_blocks_alone, form) == ["", ""]
 

@@ -1,4 +1,4 @@
-"""`module.compile(backend="fsdp")`: models, parts of a model, and the first compile of a process."""
+"""`module.compile(backend="fsdp")`: modules of torch's own, parts of a model, and the first compile of a process."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_compile import ConfigError
 from tests import long
 from tests.beside import Beside, Run
-from tests.fake_world import fake_world
 from tests.models.kinds import WIDTH, Stack
 from tests.ranks import run_ranks
 
 IN_PLACE = {"backend": "fsdp", "options": {"lower": "eager"}}
+
+
+def _encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(WIDTH // 4, 2, WIDTH, dropout=0.0, batch_first=True)
+    return nn.Sequential(nn.Unflatten(1, (4, WIDTH // 4)), layer, nn.Flatten(1))
 
 
 class _Head(nn.Module):
@@ -62,50 +65,48 @@ def _all_of_it(model: nn.Module) -> list[nn.Module]:
     return [model]
 
 
+def _each_part(model: nn.Module) -> list[nn.Module]:
+    assert isinstance(model, Stack)
+    return [*model.blocks, model.head]
+
+
 def _heads(model: nn.Module) -> list[nn.Module]:
     assert isinstance(model, _TwoHeads)
     return [model.a, model.b]
 
 
+def _linear() -> nn.Module:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+def _sequential() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+
 @pytest.mark.core
-@long.parametrize("make", [Stack, _TwoHeads], always=[Stack])
-def test_it_trains_as_one_process(make: Callable[[], nn.Module]) -> None:
-    run_ranks(_train, make, Run.UNSHARDED, _all_of_it)
+@long.parametrize(
+    ("make", "parts"),
+    [(_linear, _all_of_it), (_sequential, _all_of_it), (_encoder, _all_of_it), (Stack, _each_part)],
+    always=[(_sequential, _all_of_it)],
+)
+def test_it_trains_as_one_process(make: Callable[[], nn.Module], parts: Callable[[nn.Module], list[nn.Module]]) -> None:
+    run_ranks(_train, make, Run.UNSHARDED, parts)
 
 
-def _without_a_word() -> list[type]:
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
-    model.compile(**IN_PLACE)
-    model(torch.ones(2, WIDTH)).sum().backward()
-    return [type(parameter) for parameter in model.parameters()]
-
-
-def test_a_module_of_a_class_of_torch_stays_plain_since_torch_compiles_nothing_of_it() -> None:
-    for kinds in run_ranks(_without_a_word):
-        assert set(kinds) == {nn.Parameter}
-
-
-def test_casts_that_the_begun_call_has_missed_are_refused() -> None:
-    with fake_world(2):
-        model = Stack()
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        model.compile(backend="fsdp", options={"lower": "eager", "mp_policy": policy})
-        with pytest.raises(ConfigError, match="its call had begun before it was sharded"):
-            model(torch.ones(2, WIDTH))
-
-
-def _refused() -> str:
+def _refused(make: Callable[[], nn.Module]) -> str:
     """Compiles all but the last child of a model."""
-    model = _TwoHeads()
-    model.a.compile(**IN_PLACE)
+    model = make()
+    for part in list(model.children())[:-1]:
+        part.compile(**IN_PLACE)
     with pytest.raises(ConfigError) as caught:
         model(torch.ones(2, WIDTH))
     assert all(type(parameter) is nn.Parameter for parameter in model.parameters()), "something was sharded"
     return str(caught.value)
 
 
-def test_parts_whose_rest_is_plain_are_refused_before_anything_is_sharded() -> None:
-    for message in run_ranks(_refused):
+@pytest.mark.parametrize("make", [_sequential, _TwoHeads])
+def test_parts_whose_rest_is_plain_are_refused_before_anything_is_sharded(make: Callable[[], nn.Module]) -> None:
+    for message in run_ranks(_refused, make):
         assert "only a part of a model is compiled" in message
         assert "fully_shard(model) first, or compile the model" in message
 
@@ -128,10 +129,7 @@ SCRIPT = textwrap.dedent(
     """
     import torch, torch.distributed as dist
     from torch import nn
-    class Layer(nn.Linear):
-        def forward(self, x):
-            return super().forward(x)
-    layer = Layer(4, 4)
+    layer = nn.Linear(4, 4)
     layer.compile(backend="fsdp", options={"lower": "eager"})  # imports the package
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     layer(torch.ones(2, 4)).sum().backward()

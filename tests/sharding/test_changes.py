@@ -215,12 +215,14 @@ def _step_with_a_frozen_forward(made: Any, call: Any, frozen: Any, *, thaws: boo
 
 def _check_frozen_between() -> None:
     for frozen in (lambda made: made, lambda made: made[2]):
-        for thaws in (True, False):
+        for thaws, in_place in ((True, False), (True, True), (False, False)):
             torch.manual_seed(0)
             model: Any = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
             reference = copy.deepcopy(model)
             fully_shard(model)
-            call = compile_eagerly(model)
+            if in_place:
+                model.compile(backend="fsdp", options={"lower": "eager"})
+            call = model if in_place else compile_eagerly(model)
             for _ in range(2):
                 _step_with_a_frozen_forward(model, call, frozen, thaws=thaws)
                 _step_with_a_frozen_forward(reference, reference, frozen, thaws=thaws)

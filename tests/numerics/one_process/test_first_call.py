@@ -125,6 +125,11 @@ def _as_module(model: nn.Module, policy: MixedPrecisionPolicy) -> Callable[[torc
     return torch.compile(model, backend="fsdp", options=_options(policy))
 
 
+def _as_method(model: nn.Module, policy: MixedPrecisionPolicy) -> Callable[[torch.Tensor], torch.Tensor]:
+    model.compile(backend="fsdp", options=_options(policy))
+    return model
+
+
 def _sharded_before(model: nn.Module, policy: MixedPrecisionPolicy) -> Callable[[torch.Tensor], torch.Tensor]:
     return torch.compile(fully_shard(model, mp_policy=policy), backend="fsdp", options={"lower": "eager"})
 
@@ -142,9 +147,9 @@ def _outputs(make: Callable[[], nn.Module], policy: MixedPrecisionPolicy, form: 
     ("make", "policy", "form"),
     [
         (Slim, HALF, _as_module),
-        (Slim, WIDE_OUTPUT, _as_module),
+        (Slim, WIDE_OUTPUT, _as_method),
         (Looked, WIDE_OUTPUT, _as_module),
-        (Looked, HALF, _as_module),
+        (Looked, HALF, _as_method),
     ],
     always=[(Slim, HALF, _as_module)],
 )
