@@ -148,12 +148,14 @@ def test_a_part_that_was_called_alone_does_not_keep_its_model() -> None:
 
 def _drop_models() -> tuple[list[dict[str, int]], list[dict[str, int]], list[str]]:
     left: list[str] = []
-    for settings in _WAYS:  # what models share is made for the first ones
+    # FSDP2 makes a process group for reductions of each model, which lives as long as the world.
+    ways = [way for way in _WAYS if "separate_reduce_group" not in way]
+    for settings in ways:  # what models share is made for the first ones
         _train(_sharded(**settings), compiled=True)
     gc.collect()
     opened, alive = [_open()], [_alive()]
     for number in range(_MODELS):
-        model = _sharded(**_WAYS[number % len(_WAYS)])
+        model = _sharded(**ways[number % len(ways)])
         _train(model, compiled=True)
         references = _what_dies_with(model)
         del model
