@@ -139,11 +139,17 @@ def test_the_head_is_gathered_once_per_pass_and_not_once_per_chunk(made: type[_M
         assert made_once.count("head.weight") == (graph.phase is Phase.BACKWARD), "and so is its gradient reduced"
 
 
-@pytest.mark.parametrize("compiled", [True, False])
+# Uncompiled, a head that is a unit of its own is not gathered where the outermost forward reads its weight: FSDP2's rule.
 @long.parametrize(
-    ("where", "tied"),
-    [(Chunked.IN_THE_FORWARD, False), (Chunked.IN_THE_FORWARD, True), (Chunked.OUTSIDE, False)],
-    always=[(Chunked.IN_THE_FORWARD, True), (Chunked.OUTSIDE, False)],
+    ("where", "tied", "compiled"),
+    [
+        (Chunked.IN_THE_FORWARD, False, True),
+        (Chunked.IN_THE_FORWARD, True, True),
+        (Chunked.IN_THE_FORWARD, True, False),
+        (Chunked.OUTSIDE, False, True),
+        (Chunked.OUTSIDE, False, False),
+    ],
+    always=[(Chunked.IN_THE_FORWARD, True, True), (Chunked.OUTSIDE, False, True), (Chunked.OUTSIDE, False, False)],
 )
 def test_chunks_equal_one_process(where: Chunked, *, tied: bool, compiled: bool) -> None:
     run_ranks(_check, where, tied=tied, compiled=compiled)

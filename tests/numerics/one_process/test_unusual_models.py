@@ -39,15 +39,13 @@ def test_sharded_at_the_first_call(name: str) -> None:
 
 
 @pytest.mark.core
-@long.parametrize(
-    "name", [*LEFT_TO_PYTHON, "penalty-of-blocks", "channels-last"], always=["penalty-of-blocks", "recurrent-first"]
-)
+@long.parametrize("name", [*LEFT_TO_PYTHON, "penalty-of-blocks"], always=["penalty-of-blocks", "recurrent-first"])
 def test_sharded_before_the_compile(name: str) -> None:
     assert_equal_training(run_ranks(_kind, name, sharded_before=True))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["channels-last", "reads-of-another"])
+@pytest.mark.parametrize("name", ["reads-of-another"])
 def test_through_inductor(name: str) -> None:
     assert_equal_training(run_ranks(_kind, name, sharded_before=False, lower="inductor"))
 
