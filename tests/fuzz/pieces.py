@@ -54,6 +54,10 @@ _MODULES: Final = {
         "self.m{i} = nn.Conv2d(1, 2, 3, padding=1)", "x = x + self.m{i}(x.reshape(-1, 1, 2, 3)).sum(1).reshape(-1, 6)"
     ),
     "deconv": Piece("self.m{i} = nn.ConvTranspose1d(1, 1, 3, padding=1)", "x = self.m{i}(x.unsqueeze(1)).squeeze(1)"),
+    "channels_last": Piece(
+        "self.m{i} = nn.Conv2d(2, 2, 3, padding=1).to(memory_format=torch.channels_last)",
+        "x = x + self.m{i}(x.reshape(-1, 2, 1, 3)).reshape(-1, 6)",
+    ),
     "bilinear": Piece("self.m{i} = nn.Bilinear(6, 6, 6)", "x = self.m{i}(x, x.tanh())"),
     "attention": Piece(
         "self.m{i} = nn.MultiheadAttention(6, 2, batch_first=True)",
@@ -100,6 +104,7 @@ _PARAMETERS: Final = {
     "vector": _uses("torch.linspace(0.5, 1, 6)", "x * self.w{i} + self.w{i}.mean()"),
     "one_row": _uses("torch.randn(1, 6)", "x + self.w{i}"),
     "five_rows": _uses("torch.randn(5, 6) / 3", "x + (x @ self.w{i}.T).tanh() @ self.w{i}"),
+    "transposed": _uses("(torch.randn(6, 6) / 3).t()", "F.linear(x, self.w{i})"),
     "cube": _uses("torch.randn(3, 2, 6) / 3", "x + torch.einsum('bi,kji->bi', x, self.w{i})"),
     "einsum": _uses("torch.randn(6, 6) / 3", "torch.einsum('bi,ij->bj', x, self.w{i})"),
     "bmm": _uses("torch.randn(6, 6) / 3", "torch.bmm(x[None], self.w{i}[None])[0]"),

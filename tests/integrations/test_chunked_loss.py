@@ -139,7 +139,7 @@ def test_the_head_is_gathered_once_per_pass_and_not_once_per_chunk(made: type[_M
         assert made_once.count("head.weight") == (graph.phase is Phase.BACKWARD), "and so is its gradient reduced"
 
 
-# Uncompiled, a head that is a unit of its own is not gathered where the outermost forward reads its weight: FSDP2's rule.
+# Uncompiled, a head that is a unit of its own is not gathered where the outermost forward reads its weight (FSDP2).
 @long.parametrize(
     ("where", "tied", "compiled"),
     [
