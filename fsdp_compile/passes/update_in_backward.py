@@ -109,7 +109,11 @@ def claim_gradients(forward: StepGraph, backward: StepGraph) -> None:
 def release_gradients(backward: StepGraph) -> None:
     """Undoes `claim_gradients`."""
     updated = {node.all_input_nodes[0] for node in backward.nodes(Role.UPDATE)}
-    backward.output.args = (tuple(None if out in updated else out for out in _returned(backward)),)
+    kept = tuple(None if out in updated else out for out in _returned(backward))
+    backward.output.args = (kept,)
+    # Inductor has noted which outputs are tensors that somebody sees.
+    visible = backward.output.meta.get("user_visible_output_idxs", ())
+    backward.output.meta["user_visible_output_idxs"] = [i for i in visible if kept[i] is not None]
 
 
 def _returned(step: StepGraph) -> tuple[fx.Node | None, ...]:
