@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, Shard
 from benchmarks import models
 from benchmarks._torch import StorageInfo, fake_store
 from benchmarks.command import Columns, finish, parser, quiet, table
-from fsdp_compile._torch.save_plan import OwnPlanner, Places, PlannedWriter
+from fsdp_compile.training.save_plan import OwnPlanner, Places, PlannedWriter
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 from torch import nn
@@ -65,9 +66,9 @@ def least_share(least_bytes: float, sent_bytes: float) -> float:
 
 def padding(model: nn.Module, ranks: int) -> float | None:
     """Padding over parameters in the parameter groups of `fsdp_compile`; `None` for a model that it did not shard."""
-    units = fsdp_compile.units(model)
-    full = sum(unit.full_bytes for unit in units)
-    return sum(unit.shard_bytes for unit in units) * ranks / full - 1 if units else None
+    groups = [group for unit in fsdp_compile.units(model) for group in unit.groups]
+    full = sum(prod(p.spec.shape) * group.flat.element_size() for group in groups for p in group.params)
+    return sum(group.flat.nbytes for group in groups) * ranks / full - 1 if groups else None
 
 
 def copied_bytes(model: nn.Module) -> dict[str, int] | None:

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from fsdp_compile.explain.api import explain
-    from fsdp_compile.modules.methods import ShardedModule
+    from fsdp_compile.fsdp2.accumulation import no_sync
+    from fsdp_compile.fsdp2.comm_hook import register_comm_hook
+    from fsdp_compile.fsdp2.take_over import units
     from fsdp_compile.optim.clip import clip_grad_norm_
     from fsdp_compile.optim.flat_step import flat_step
     from fsdp_compile.optim.grad_scaler import GradScaler
@@ -32,10 +34,6 @@ if TYPE_CHECKING:
     from fsdp_compile.optim.whole_step import whole_step
     from fsdp_compile.options import FSDPOptions
     from fsdp_compile.parity.api import check_parity
-    from fsdp_compile.runtime.accumulation import no_sync
-    from fsdp_compile.runtime.module_state import units
-    from fsdp_compile.runtime.unshard import UnshardHandle
-    from fsdp_compile.sharding.comm_hook import register_comm_hook
     from fsdp_compile.sharding.fully_shard import fully_shard
     from fsdp_compile.sharding.materialize import materialize
     from fsdp_compile.state.ema import EMA
@@ -65,8 +63,6 @@ __all__ = [
     "PoisonError",
     "RankFailedError",
     "RankMismatchError",
-    "ShardedModule",
-    "UnshardHandle",
     "UnsupportedModelError",
     "check_parity",
     "clip_grad_norm_",
@@ -106,8 +102,6 @@ _HOMES: Final = {
     "PoisonError": "fsdp_compile.errors",
     "RankFailedError": "fsdp_compile.errors",
     "RankMismatchError": "fsdp_compile.errors",
-    "ShardedModule": "fsdp_compile.modules.methods",
-    "UnshardHandle": "fsdp_compile.runtime.unshard",
     "UnsupportedModelError": "fsdp_compile.errors",
     "check_parity": "fsdp_compile.parity.api",
     "clip_grad_norm_": "fsdp_compile.optim.clip",
@@ -120,20 +114,22 @@ _HOMES: Final = {
     "full_tensors": "fsdp_compile.state.full_tensors",
     "fully_shard": "fsdp_compile.sharding.fully_shard",
     "materialize": "fsdp_compile.sharding.materialize",
-    "no_sync": "fsdp_compile.runtime.accumulation",
+    "no_sync": "fsdp_compile.fsdp2.accumulation",
     "optim_state_dict": "fsdp_compile.state.optim_state",
     "optim_state_dict_to_load": "fsdp_compile.state.optim_state",
-    "register_comm_hook": "fsdp_compile.sharding.comm_hook",
+    "register_comm_hook": "fsdp_compile.fsdp2.comm_hook",
     "rekey_optim_state_dict": "fsdp_compile.state.fsdp1_optim_state",
     "scatter_full_optim_state_dict": "fsdp_compile.state.fsdp1_optim_state",
     "shard_full_optim_state_dict": "fsdp_compile.state.fsdp1_optim_state",
     "sharded_optim_state_dict": "fsdp_compile.state.fsdp1_optim_state",
     "step_in_backward": "fsdp_compile.optim.step_in_backward",
-    "units": "fsdp_compile.runtime.module_state",
+    "units": "fsdp_compile.fsdp2.take_over",
     "whole_step": "fsdp_compile.optim.whole_step",
 }
 """Where each public name is defined. Importing the package loads none of these: a name's first use does."""
 _REMOVED: Final = {
+    "ShardedModule": "torch.distributed.fsdp.FSDPModule",
+    "UnshardHandle": "torch.distributed.fsdp.UnshardHandle",
     "load_from_rank0": "torch.distributed.checkpoint.state_dict.set_model_state_dict(model, state, "
     "options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)), with {} as state on the other ranks",
 }

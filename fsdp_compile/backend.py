@@ -10,41 +10,36 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from fsdp_compile._torch.dynamo import ends_in_graph_break, list_mode_options
-from fsdp_compile.capture.beside import watch_wrappers_and_optimizers
-from fsdp_compile.capture.first_call import trace_again
-from fsdp_compile.capture.functions import take_reads_out
-from fsdp_compile.capture.inputs import flat_inputs
-from fsdp_compile.capture.leave_functional_call import leave_functional_call
-from fsdp_compile.capture.plain_model import (
-    compare_initial_values,
-    enter_assigned_forwards,
-    refuse_unused_sharding,
-    shard_plain_models,
+from fsdp_compile._torch.dynamo import (
+    FrameToCompile,
+    before_each_compile,
+    double_recompile_limit,
+    ends_in_graph_break,
+    list_mode_options,
 )
-from fsdp_compile.capture.reject_gradient_reads import refuse_gradient_reads
-from fsdp_compile.capture.reject_mutation import refuse_updates
-from fsdp_compile.capture.returned_reads import give_parameters, returned_reads
+from fsdp_compile.capture import plain, unaveraged
+from fsdp_compile.capture.flat_inputs import flat_inputs
+from fsdp_compile.capture.functions import leave_functional_call, returned_reads, take_reads_out
+from fsdp_compile.capture.reject_writes import refuse_writes
 from fsdp_compile.capture.shard_embeddings import shard_lookups
-from fsdp_compile.capture.unreached import PlainModels
-from fsdp_compile.capture.watch_compiles import watch_compiles
 from fsdp_compile.capture.whole_model import is_whole_model, refuse_budget_of_a_part
+from fsdp_compile.comm.failures import tell_of_uncaught_errors
 from fsdp_compile.cost.calibrated import refuse_elsewhere
-from fsdp_compile.errors import ConfigError, FSDPCompileError
-from fsdp_compile.ir.graph import Phase, StepGraph
+from fsdp_compile.errors import ConfigError
+from fsdp_compile.fsdp2.param_group import ParamGroup
+from fsdp_compile.fsdp2.take_over import note_backend, take_over_all
+from fsdp_compile.ir.graph import Phase, Role, StepGraph
 from fsdp_compile.lower.compiled_regions import register_region
+from fsdp_compile.lower.compiled_step import entered
 from fsdp_compile.lower.eager import compile_eagerly
 from fsdp_compile.lower.inductor import FREE_AT_LAST_USE, compile_with_inductor
 from fsdp_compile.lower.progress import say
 from fsdp_compile.lower.region import Region
 from fsdp_compile.lower.region_key import region_key
 from fsdp_compile.lower.shared_plan import Graphs, Lines, Settings, inserted_in, refuse, settle
-from fsdp_compile.lower.unused_outputs import tell_backward
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.passes.follow_order import CannotFollowError
 from fsdp_compile.pipeline import keep, transform
-
-_plain_models = PlainModels()
 
 
 def fsdp(
@@ -63,27 +58,19 @@ def fsdp(
         mode: As for `torch.compile`: a set of Inductor settings by name.
 
     Raises:
-        ConfigError: For a wrong option, meta parameters, or no process group.
-        UnsupportedModelError: For a model that cannot be sharded.
+        ConfigError: For a wrong option, or a function over a plain model.
+        UnsupportedModelError: For a model that cannot be compiled.
     """
     checked = FSDPOptions.from_dict(options)
     settings = _settings_of(checked, mode)
-    # This graph reads plain parameters; the frame's next trace reads the flat ones.
-    if shard_plain_models(gm, example_inputs, checked, _plain_models):
-        raise trace_again()
-    if enter_assigned_forwards(example_inputs):
-        raise trace_again()
-    compare_initial_values(example_inputs)
-    refuse_unused_sharding(example_inputs, checked)
-    take_reads_out(gm)
-    refuse_updates(gm, example_inputs)
+    unaveraged.refuse_plain(gm, example_inputs)
+    plain.refuse_unused_sharding(example_inputs, checked)
     leave_functional_call(gm)
-    refuse_gradient_reads(gm)
+    refuse_writes(gm, example_inputs)
+    take_reads_out(gm)
     if checked.embedding == "sharded":
         shard_lookups(gm)
-
-    returned = returned_reads(gm)
-    return give_parameters(_Compile(gm, example_inputs, checked, settings).run(), returned)
+    return _Compile(gm, example_inputs, checked, settings).run()
 
 
 class _Compile:
@@ -97,8 +84,12 @@ class _Compile:
         self._options = options
         self._settings = settings
         self._flats = flat_inputs(inputs)
+        # A partial: compiled code keeps it, and must not keep the inputs and with them the model.
+        self._tell = functools.partial(refuse, list(self._flats.values()))
+        self._returned = returned_reads(gm)
         self._whole = is_whole_model(inputs)
-        self._ran = register_region(inputs, options.lower)
+        self._groups = [group for value in inputs if (group := ParamGroup.of(value)) is not None]
+        self._ran = register_region(self._groups, options.lower)
         self._of_plans = Settings.of(options, self._flats.values())
         try:
             refuse_budget_of_a_part(inputs, options, breaks=ends_in_graph_break(gm))
@@ -123,7 +114,8 @@ class _Compile:
                 return region.stored()
 
             region.settle_stored(follow)
-        return tell_backward(compiled) if region.tells_unused_outputs else compiled
+        positions = [i for i, record in self._flats.items() if record.role is Role.FLAT]
+        return entered(compiled, positions, self._returned, tells_unused=region.tells_unused_outputs)
 
     def _compile(self, plan: Lines = ()) -> tuple[Region, Any]:
         """Compiles by the plan of this rank, or by another one."""
@@ -161,9 +153,6 @@ class _Compile:
             compiled = compile_with_inductor(self._gm, inputs, region, settings)
         return region, compiled
 
-    def _tell(self, error: FSDPCompileError) -> None:
-        refuse(self._flats.values(), error)
-
 
 def _settings_of(options: FSDPOptions, mode: str | None) -> dict[str, Any]:
     """Inductor's settings by the name of their mode."""
@@ -193,5 +182,17 @@ def _refuse_other_cluster(options: FSDPOptions, example_inputs: Sequence[Any]) -
     refuse_elsewhere(options.planned_for, "cpu" if devices <= {"cpu"} else "cuda", ranks)
 
 
-watch_compiles(fsdp, _plain_models)
-watch_wrappers_and_optimizers(fsdp, _plain_models)
+def _before_compile(frame: FrameToCompile) -> None:
+    """Takes over models that torch's FSDP2 has sharded, before Dynamo traces a frame that may read them."""
+    plain.shard_in_frame(frame)
+    for module in plain.modules_of(frame):
+        take_over_all(module)
+    if frame.starts is not None:
+        unaveraged.refuse_plain_forward(frame.starts)
+
+
+tell_of_uncaught_errors()
+double_recompile_limit()
+note_backend(fsdp)
+plain.watch(fsdp)
+before_each_compile(fsdp, _before_compile)

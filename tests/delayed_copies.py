@@ -6,16 +6,35 @@ the wait, changes the copy. So numbers that are right here are right however lon
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+from unittest import mock
 
 import torch
+from torch.distributed.fsdp import CPUOffloadPolicy
 
-from fsdp_compile.config.policy import Offload
+from fsdp_compile._torch import fully_shard as fsdp2
+from fsdp_compile.fsdp2.param_group import ParamGroup
+from fsdp_compile.layout.spec import UnshardSpec
 from fsdp_compile.ops import host_copy  # noqa: F401  registers the operators
 
-ON_SUCH_A_HOST = Offload(pinned=False, from_cpu_to_cpu=True)
-"""As `fully_shard(offload_policy=...)`: graphs copy as they do for a GPU."""
+ON_SUCH_A_HOST = CPUOffloadPolicy(pin_memory=False)
+"""As `fully_shard(offload_policy=...)`: graphs copy as they do for a GPU, in `host_apart()`."""
+
+
+@contextmanager
+def host_apart() -> Iterator[None]:
+    """Models that are taken over in the block copy between host and device, if they are offloaded, as for a GPU."""
+    common_spec = ParamGroup._common_spec
+
+    def on_a_device(group: ParamGroup, *args: Any) -> UnshardSpec:
+        spec = common_spec(group, *args)
+        return dataclasses.replace(spec, compute="cpu") if fsdp2.offloads(group.of_torch) else spec
+
+    with mock.patch.object(ParamGroup, "_common_spec", on_a_device):
+        yield
 
 
 @contextmanager
@@ -39,7 +58,8 @@ def delayed_copies() -> Iterator[list[int]]:
     library.impl("start_copy", start)
     library.impl("wait_copy", wait)
     try:
-        yield sizes
+        with host_apart():
+            yield sizes
         assert not running, "copies that nobody waited for"
     finally:
         library._destroy()

@@ -27,9 +27,9 @@ FLOORS = [
         layout
         ops
         config comm formats
-        ir runtime
-        cost modules
-        planner verify sharding
+        ir fsdp2
+        cost sharding
+        planner verify
         options
         partition passes state optim
         artifacts
@@ -45,41 +45,34 @@ FLOORS = [
 ]
 """Folders and files of the package, lowest first; those of one floor do not see each other."""
 GRAPHS = {"ir", "cost", "planner", "verify", "options", "partition", "passes", "artifacts", "pipeline"}
-TRAINING = {"runtime", "modules", "sharding", "state", "optim"}
+TRAINING = {"fsdp2", "sharding", "state", "optim"}
 SHARED_BY_A_PROCESS = {
-    "_torch/autograd.py": {"_running_backwards", "outer_backwards"},  # a backward may run on several threads
-    "backend.py": {"_plain_models"},  # Dynamo watches compiles of the process
+    "capture/unaveraged.py": {"_checked", "sharded", "waiting"},  # compiles and optimizers are the process's
+    "comm/dtensor_layouts.py": {"_by_key"},  # calls in graphs name layouts
     "comm/failures.py": {"_last"},  # a world is the process's
     "comm/groups.py": {"registry"},  # torch's own names of groups are the process's
-    "comm/spmd_params.py": {"_by_key"},  # calls in graphs name layouts
-    "modules/classes.py": {"_classes"},  # a cache: the same class for the same reads
+    "fsdp2/accumulation.py": {"_plain_inside"},  # a plain model has no state of its own yet
+    "fsdp2/buffers.py": {"read_in_eval"},  # graphs do not tell whose buffers they read
+    "fsdp2/edge.py": {"_produced"},  # a backward of autograd is the process's
+    "fsdp2/module_class.py": {"_classes"},  # a cache: the same class for the same reads
+    "fsdp2/param_group.py": {"_by_address"},  # compiled code sees tensors under other identities
+    "fsdp2/take_over.py": {"_backends", "_models", "_watched"},  # Dynamo watches compiles of the process
     "ops/comm_hook.py": {"_registered"},  # graphs name hooks
     "ops/host_copy.py": {"_running"},  # graphs see tensors, which have no room for an event
-    "runtime/checked_groups.py": {"_running"},  # thread-local
-    "runtime/extended_reads.py": {"_by_key", "_numbers"},  # calls in graphs name parameters
-    "runtime/post_backward.py": {"_has_failed", "_unfinished"},  # the same
-    "runtime/units.py": {"_by_address"},  # compiled code sees tensors under other identities
-    "modules/eager_reads.py": {"reads"},  # thread-local
-    "modules/forward.py": {"_depth", "_first_call"},  # thread-local
 }
 """Names, of modules or classes, that are bound to something that changes."""
 MAKERS = re.compile(r"dict|list|set|deque|defaultdict|count|local|_?[A-Z]\w*")
 """Functions and classes that make something that changes, for all that their names tell."""
 TRICKS = {
-    r"__class__ = ": {
-        "__init__.py",
-        "_torch/fsdp2.py",
-        "modules/classes.py",
-        "runtime/replaced_params.py",
-    },
-    r"(?<![\w.])gc\.": {"pipeline.py", "comm/failures.py"},
+    r"__class__ = ": {"__init__.py", "_torch/fully_shard.py", "_torch/fully_shard_calls.py", "fsdp2/stale.py"},
+    r"(?<![\w.])gc\.": {"pipeline.py", "comm/failures.py", "fsdp2/stale.py"},
     r"_getframe": {"_torch/dynamo.py"},
     r"(?<![\w.])eval\(": {"_torch/dynamo.py"},
     r"\.f_locals": {"_torch/dynamo.py"},
     r"getrefcount": set(),
 }
 """Patterns of code, and the files that may have it: each says there why."""
-SHORTEST, LONGEST = 25, 400
+SHORTEST, LONGEST = 15, 500
 PRIVATE_WORDS = (
     "given again",
     "hand over",
@@ -110,10 +103,19 @@ def _tree(file: str) -> ast.Module:
 
 
 @functools.cache
-def _imports(module: str) -> frozenset[str]:
-    """Modules of the package that one imports: at its top, in its functions, or for its types."""
+def _imports(module: str, *, for_types: bool = True) -> frozenset[str]:
+    """Modules of the package that one imports: at its top, in its functions, or for its types alone."""
     found = set()
-    for node in ast.walk(_tree(MODULES[module])):
+    tree = _tree(MODULES[module])
+    typed = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if node in typed and not for_types:
+            continue
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names if alias.name in MODULES}
         elif isinstance(node, ast.ImportFrom) and node.module in MODULES:
@@ -143,7 +145,7 @@ def test_the_wings_do_not_see_each_other(wing: set[str], other: set[str]) -> Non
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
-    left = {module: set(_imports(module)) for module in MODULES}
+    left = {module: set(_imports(module, for_types=False)) for module in MODULES}
     while True:
         needed = {other for module in left for other in left[module]}
         free = [module for module in left if module not in needed or not left[module] & left.keys()]
@@ -202,6 +204,36 @@ def _code(file: str) -> str:
 @pytest.mark.parametrize("trick", TRICKS)
 def test_tricks_stand_where_they_are_explained(trick: str) -> None:
     assert {file for file in FILES if re.search(trick, _code(file))} == TRICKS[trick]
+
+
+def _of_torch(file: str) -> set[str]:
+    """Names in a file that are torch, or something imported from it."""
+    found = set()
+    for node in ast.walk(_tree(file)):
+        if isinstance(node, ast.Import):
+            found |= {(a.asname or a.name).split(".")[0] for a in node.names if a.name.split(".")[0] == "torch"}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            found |= {alias.asname or alias.name for alias in node.names}
+    return found
+
+
+def _assigned(file: str) -> Iterator[str]:
+    """Attributes that statements of a file assign to, as they are written."""
+    for node in ast.walk(_tree(file)):
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        yield from (ast.unparse(target) for target in targets if isinstance(target, ast.Attribute))
+
+
+def test_nothing_of_torch_is_replaced_outside_of_its_folder() -> None:
+    files = [file for file in FILES if not file.startswith("_torch/")]
+    found = [f"{file}: {one}" for file in files for one in _assigned(file) if one.split(".")[0] in _of_torch(file)]
+    assert found == []
+
+
+def test_only_stale_parameters_play_parameters() -> None:
+    classes = [(file, node) for file in FILES for node in ast.walk(_tree(file)) if isinstance(node, ast.ClassDef)]
+    bases = {file for file, node in classes for base in node.bases if ast.unparse(base).endswith("nn.Parameter")}
+    assert bases == {"fsdp2/stale.py"}
 
 
 @pytest.mark.skipif(not (PACKAGE.parent / ".git").exists(), reason="not a clone")

@@ -15,7 +15,7 @@ GROUP_SIZES = {1: 47, 2: 43, 3: 21, 4: 61, 5: 21, 6: 15, 7: 24, 8: 23, 9: 48, 10
 """Behaviours per group."""
 COMPLETE: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14)
 """Groups whose every id has its row."""
-STATUSES = ("covered", "different", "n/a")
+STATUSES = ("covered", "torch's", "different", "n/a")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -252,3 +252,10 @@ if TYPE_CHECKING:  # what type checkers see of names that are loaded at their fi
         assert_type(fsdp_compile.fully_shard(model), nn.Linear)
         fsdp_compile.fully_shard(model, no_such_argument=1)  # type: ignore[call-arg]
         fsdp_compile.units(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("compiled", ["model.compile(backend='fsdp')", "model = torch.compile(model, backend='fsdp')"])
+def test_the_first_compile_by_name_imports_the_backend(compiled: str) -> None:
+    made = f"import torch; model = torch.nn.Linear(2, 2); {compiled}; print(bool(model._forward_pre_hooks))"
+    done = subprocess.run([sys.executable, "-c", made], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "True"), done.stderr

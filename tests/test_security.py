@@ -27,7 +27,7 @@ from tests.ranks import run_ranks
 PACKAGE = Path(__file__).parents[1] / "fsdp_compile"
 EXECUTES = {
     "parity/processes.py": {"pickle.loads"},  # from the pipes of processes that it starts
-    "state/optim_to_load.py": {"pickle.loads"},  # from the first rank
+    "state/optim_state.py": {"pickle.loads"},  # from the first rank
     "_torch/dynamo.py": {"eval"},  # expressions of Dynamo's guards
 }
 """What may execute what it reads, by file."""
@@ -131,7 +131,7 @@ def _address(digits: str) -> str:
 
 def _trains_on_replicas() -> tuple[set[str], set[str]]:
     """Where a rank listens, before and after a model was sharded that uses every kind of group."""
-    mesh = init_device_mesh("cpu", (2, 2))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     before = _listening()
     model = fully_shard(nn.Linear(8, 8), mesh=mesh, separate_reduce_group=True)
     model(torch.ones(2, 8)).sum().backward()

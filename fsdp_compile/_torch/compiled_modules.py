@@ -8,13 +8,19 @@ then tells.
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
+from torch._dynamo import trace_rules
+from torch._dynamo.backends import registry
+from torch._dynamo.eval_frame import innermost_fn
+from torch._dynamo.external_utils import wrap_inline
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from fsdp_compile._torch.dynamo import OptimizedModule, backend_in, calls_under_way
+from fsdp_compile._torch.dynamo import OptimizedModule, calls_under_way, given_backend
 
 
 def after_each_compile_of_a_module(
@@ -32,9 +38,12 @@ def after_each_compile_of_a_module(
     """
 
     def registered(module: nn.Module, name: str, child: nn.Module | None) -> None:
-        is_wrapper = isinstance(module, OptimizedModule) and name == "_orig_mod" and child is not None
-        if is_wrapper and backend_in(_context_of(module)) is backend:  # type: ignore[arg-type]
-            wrapped(module, child)  # type: ignore[arg-type]
+        if isinstance(module, OptimizedModule) and name == "_orig_mod" and child is not None:
+            # It may still be in its `__init__`.
+            calls = calls_under_way(OptimizedModule.__init__.__code__)
+            made = next((call["dynamo_ctx"] for call in calls if call["self"] is module), None)
+            if given_backend(vars(module).get("dynamo_ctx") or made).function is backend:
+                wrapped(module, child)
 
     original = nn.Module.compile
 
@@ -50,9 +59,38 @@ def after_each_compile_of_a_module(
         in_place(variables["self"], variables["kwargs"])
 
 
-def _context_of(compiled: OptimizedModule) -> object:
-    """What a module that may still be in its `__init__` is compiled with."""
-    made = (
-        call["dynamo_ctx"] for call in calls_under_way(OptimizedModule.__init__.__code__) if call["self"] is compiled
-    )
-    return vars(compiled).get("dynamo_ctx") or next(made, None)
+def hooks_are_traced(module: nn.Module) -> bool:
+    """Whether graphs start around a compiled module, of a class of torch: Dynamo starts none in its forward."""
+    return bool(trace_rules.check(module.forward))
+
+
+def compile_around(module: nn.Module, arguments: Mapping[str, Any], before: Callable[[nn.Module], None]) -> None:
+    """Lets a graph start around a module of a class of torch, compiled in place.
+
+    `torch.compile(module)` does so, too.
+
+    Args:
+        module: Left as it is if its class is the user's.
+        arguments: Of `module.compile`.
+        before: What runs in Python before each call.
+    """
+    in_place = module._compiled_call_impl
+    if in_place is None or not hooks_are_traced(module) or not isinstance(innermost_fn(in_place), types.MethodType):
+        return
+    compiled = torch.compile(wrap_inline(module._call_impl), **arguments)
+
+    @functools.wraps(compiled)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before(module)
+        return compiled(*args, **kwargs)
+
+    module._compiled_call_impl = call
+
+
+def is_backend(given: object, backend: Callable[..., Any]) -> bool:
+    """Whether `torch.compile(backend=given)` compiles with a backend, which has its own name.
+
+    The first compile by name may import the backend, and is then about to register it: nothing is looked up here.
+    """
+    found = registry._COMPILER_FNS.get(backend.__name__, backend) if given == backend.__name__ else given
+    return found is backend

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -10,10 +11,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives
-from torch import nn
 from torch._C._distributed_c10d import _register_process_group, _resolve_process_group
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.checkpoint import metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+
+__all__ = ["StorageInfo"]
+
+MemoryFormat: Any = metadata._MEM_FORMAT_ENCODING
+"""What DCP writes for `torch.memory_format`."""
 
 collectives = torch.ops._c10d_functional
 """Functional collectives as graph nodes: each returns a tensor (or a list) that `wait_tensor` completes."""
@@ -31,21 +37,6 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
     return min(found, default=dist.default_pg_timeout)
 
 
-def joined_mesh(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
-    """The mesh of the dimensions of two; raises `ValueError` if they are not different dimensions of one."""
-    if first.mesh_dim_names is None or second.mesh_dim_names is None:
-        raise ValueError("a mesh without names of its dimensions is no part of another one")
-    try:
-        return DeviceMesh._concatenate([first, second])
-    except RuntimeError as error:
-        raise ValueError(str(error)) from error
-
-
-def flattened_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The 1-D mesh of all ranks of a mesh with names, made once; its name is theirs, joined by underscores."""
-    return mesh._flatten()
-
-
 def largest(numbers: Sequence[int], group: dist.ProcessGroup) -> list[int]:
     """The largest number of all ranks of a group at each place; they call this together, and wait for each other.
 
@@ -53,21 +44,18 @@ def largest(numbers: Sequence[int], group: dist.ProcessGroup) -> list[int]:
         numbers: Of 64 bits.
         group: One that is used for nothing else: collectives of another order may be under way in others.
     """
-    if "gloo" in str(dist.get_backend_config(group)):
-        return _reduced(numbers, group, torch.device("cpu"))
-    device = torch.accelerator.current_accelerator()
-    assert device is not None
-    # On a stream of its own: this waits for the other ranks' hosts, and not for what their devices have queued.
-    own: Any = torch.Stream(device)
-    with own:
-        return _reduced(numbers, group, device)
-
-
-def _reduced(numbers: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[int]:
+    device = torch.device("cpu")
+    stream: Any = contextlib.nullcontext()
+    if "gloo" not in str(dist.get_backend_config(group)):
+        accelerator = torch.accelerator.current_accelerator()
+        assert accelerator is not None
+        # On a stream of its own: this waits for the other ranks' hosts, and not for what their devices have queued.
+        device, stream = accelerator, torch.Stream(accelerator)
     options: Any = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp.MAX
     backend: Any = group._get_backend(device)
-    with temporarily_clear_interpreter_stack():  # inside of `torch.func.grad` every new tensor would be a wrapper
+    # Inside of `torch.func.grad` every new tensor would be a wrapper.
+    with stream, temporarily_clear_interpreter_stack():
         values = torch.tensor(numbers, dtype=torch.int64, device=device)
         # Past the dispatcher, where modes and profilers of the user's would count a collective the program has not.
         backend.allreduce([values], options).wait()
@@ -79,11 +67,6 @@ def fake_store() -> dist.Store:
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
     return FakeStore()
-
-
-def names_ignored_by_ddp(module: nn.Module) -> frozenset[str]:
-    """The parameters and buffers of a module that DDP leaves alone, as scripts tell it to."""
-    return frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
 def default_store() -> dist.Store:
@@ -142,17 +125,12 @@ def serial_gloo_group(ranks: Sequence[int], timeout: timedelta, description: str
     return made
 
 
-def _gloo_devices() -> list[Any]:
-    """The interfaces that gloo's variable names, as in torch's own groups, or the default."""
-    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    if not names:
-        return [dist.ProcessGroupGloo.create_default_device()]
-    return [dist.ProcessGroupGloo.create_device(interface=name) for name in names]
-
-
 def _make_serial_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = _gloo_devices()
+    # The interfaces that gloo's variable names, as in torch's own groups, or the default.
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    named = [dist.ProcessGroupGloo.create_device(interface=name) for name in names]
+    options._devices = named or [dist.ProcessGroupGloo.create_default_device()]
     options._threads = 1
     options._timeout = timeout
     return dist.ProcessGroupGloo(store, rank, size, options)
@@ -161,3 +139,50 @@ def _make_serial_gloo(store: dist.Store, rank: int, size: int, timeout: timedelt
 def register_group_alias(name: str, group: dist.ProcessGroup) -> None:
     """Registers a second, rank-independent name under which graphs find `group`."""
     _register_process_group(name, group)  # type: ignore[arg-type, unused-ignore]
+
+
+def high_priority(backends: str, timeout: timedelta | None = None) -> Any:
+    """Options of a group whose collectives run on a stream of high priority; `None` where NCCL runs none of them.
+
+    A rank's matmuls fill the device, so the few blocks of a collective would wait for them on a stream of equal
+    priority. FSDP2 runs its collectives on such streams; `TORCH_NCCL_HIGH_PRIORITY=1` is torch's setting for the groups
+    that scripts make.
+
+    Args:
+        backends: Names of the group's backends, in any text.
+        timeout: Of the group; NCCL's default if not given.
+    """
+    if "nccl" not in backends or not dist.is_nccl_available():
+        return None
+    options: Any = dist.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = True
+    if timeout is not None:
+        options._timeout = timeout  # torch warns where it is another one than the group's
+    return options
+
+
+def new_group(ranks: Sequence[int], timeout: timedelta, description: str) -> dist.ProcessGroup:
+    """A group of some ranks on the backends of the world; they call this together, and no other rank has to.
+
+    Its communicator is made at once where that of the world was.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    device = world.bound_device_id
+    if len(ranks) < world.size():
+        # Torch splits groups off a world that is bound to a device, which NCCL does when all ranks of the world take
+        # part: this one gets a communicator of its own.
+        world.bound_device_id = None
+    try:
+        made = dist.new_group(
+            list(ranks),
+            timeout=timeout,
+            pg_options=high_priority(str(dist.get_backend_config(world)), timeout),
+            use_local_synchronization=True,
+            group_desc=description,
+            device_id=device,
+        )
+    finally:
+        world.bound_device_id = device
+    assert isinstance(made, dist.ProcessGroup)
+    return made

@@ -15,11 +15,13 @@ from typing import Any, NamedTuple
 import sympy
 import torch
 from torch import fx, nn
-from torch._dynamo import convert_frame
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._dynamo import convert_frame, graph_break, symbolic_convert
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.distributed import DDPOptimizer
-from torch._dynamo.cache_size import exceeds_recompile_limit
+from torch._dynamo.comptime import comptime
 from torch._dynamo.eval_frame import OptimizedModule, skip_code
+from torch._dynamo.exc import SkipFrame
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import descriptors
@@ -32,10 +34,7 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
 from torch._logging._internal import trace_structured_artifact
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule  # its code is made when it is asked for
-from torch.optim import Optimizer
 from torch.utils.checkpoint import CheckpointPolicy
-
-from fsdp_compile._torch.tracing import root_translator
 
 __all__ = [
     "CheckpointPolicy",
@@ -47,9 +46,11 @@ __all__ = [
     "aot_autograd",
     "compile_fx",
     "compile_fx_inner",
+    "comptime",
     "detect_fake_mode",
     "functorch_config",
     "get_hash_for_files",
+    "graph_break",
     "inductor_config",
     "list_mode_options",
     "min_cut_rematerialization_partition",
@@ -110,10 +111,8 @@ def index_among_inputs(placeholder: fx.Node, position: int) -> int | None:
 
 MODULE_CALLS = frozenset({"__call__", "_call_impl"})
 """Names of the functions through which modules are called: `nn.Module`'s, and those of `torch.compile(module)`."""
-COMPILED_CALL = "compile_wrapper"
-"""Name of the function through which compiled code is entered."""
-_COMPILE = "_compile"
-"""Name of the function in which Dynamo compiles a frame."""
+_FORWARDS = MODULE_CALLS | {"forward", "_wrapped_call_impl"}
+"""Names of the functions in which a forward runs."""
 _CANNOT_TELL = (NameError, AttributeError, LookupError, TypeError, SyntaxError)
 """Raised by expressions of Dynamo that are no Python, or need names which only its guards have."""
 
@@ -142,25 +141,10 @@ def modules_being_called() -> Iterator[nn.Module | None]:
     """Modules whose calls this thread is in, innermost first, with `None` where a call entered compiled code."""
     for frame in stack():
         name = frame.f_code.co_name
-        if name == COMPILED_CALL:
+        if name == "compile_wrapper":
             yield None
         elif name in MODULE_CALLS and isinstance(called := frame.f_locals.get("self"), nn.Module):
             yield called
-
-
-def optimizers_being_stepped() -> Iterator[Optimizer]:
-    """Optimizers whose `step` this thread is in, in a closure of the user's."""
-    for frame in stack():
-        if frame.f_code.co_name == "step" and isinstance(called := frame.f_locals.get("self"), Optimizer):
-            yield called
-
-
-def arguments_of_modules() -> Iterator[tuple[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]]]:
-    """Modules whose calls this thread is in, innermost first, with the arguments of the calls."""
-    for frame in stack():
-        values = frame.f_locals if frame.f_code.co_name == "_call_impl" else {}
-        if isinstance(called := values.get("self"), nn.Module) and not isinstance(called, OptimizedModule):
-            yield called, (values["args"], values["kwargs"])
 
 
 def calls_under_way(code: types.CodeType) -> Iterator[Mapping[str, Any]]:
@@ -172,15 +156,6 @@ def call_of(module: nn.Module) -> FrameType | None:
     """The Python frame of the outermost call of a module that this thread is in."""
     calls = [f for f in stack() if f.f_code.co_name in MODULE_CALLS and f.f_locals.get("self") is module]
     return calls[-1] if calls else None
-
-
-def caller_of_root_frame() -> FrameType | None:
-    """The Python frame that called the function which Dynamo is compiling right now."""
-    translator = root_translator()
-    frames = list(stack())
-    compiling = [i for i, f in enumerate(frames) if f.f_code.co_filename == convert_frame.__file__]
-    above = frames[compiling[-1] + 1 :] if compiling else []
-    return next((f for f in above if translator is None or f.f_code is not translator.f_code), None)
 
 
 def values_on_the_way(placeholder: fx.Node) -> Iterator[object]:
@@ -195,34 +170,78 @@ def values_on_the_way(placeholder: fx.Node) -> Iterator[object]:
             continue
 
 
-def backend_of(compiled: OptimizedModule) -> object:
-    """The function that was given to `torch.compile`, or found by the given name."""
-    return backend_in(compiled.dynamo_ctx)
+def root_translator() -> Any:
+    """What traces the frame; `None` if this thread runs neither Dynamo nor a backend that it has called."""
+    try:
+        return symbolic_convert.InstructionTranslator.current_tx()
+    except AttributeError:
+        return None
 
 
-def backend_in(context: object) -> object:
-    """The function that a context of `torch.compile` compiles with; `None` if it compiles nothing."""
-    return _given_backend(getattr(context, "callback", None)).function
+def leave_to_python(why: str) -> Exception | None:
+    """The exception that makes Dynamo run the current frame, and later ones of its code, in Python.
+
+    What the frame calls is compiled all the same.
+
+    Args:
+        why: For Dynamo's logs.
+
+    Returns:
+        `None` if Dynamo was asked for one graph (`fullgraph=True`).
+    """
+    translator = root_translator()
+    if translator is None or translator.one_graph or translator.error_on_graph_break:
+        return None
+    return SkipFrame(why)
 
 
-def options_of(compiled: OptimizedModule) -> Mapping[str, Any] | None:
-    """The options that were given to `torch.compile` for the backend."""
-    return _given_backend(getattr(compiled.dynamo_ctx, "callback", None)).options
+def leave_while_traced(_: object) -> None:
+    """For `comptime` in traced code: leaves the frame to Python, from its start, if that is allowed."""
+    why = leave_to_python("fsdp_compile: a sharded parameter is replaced by a tensor")
+    if why is not None:
+        raise why
 
 
-class _Backend(NamedTuple):
+def is_compiling_a_frame() -> bool:
+    """Whether this thread runs Dynamo or a backend that it has called."""
+    return root_translator() is not None
+
+
+def is_tracing_python() -> bool:
+    """Whether Dynamo is tracing the user's code on this thread; what a backend traces after it does not count."""
+    translator = root_translator()
+    return translator is not None and not translator.output.should_exit
+
+
+@torch.compiler.assume_constant_result  # type: ignore[no-untyped-call, unused-ignore]
+def traces_a_forward() -> bool:
+    """Whether what Dynamo traces here is a part of a module's forward; for code that it traces."""
+    if any(frame.name in _FORWARDS for frame in TracingContext.extract_stack()):
+        return True
+    return any(f.f_code.co_name in _FORWARDS and isinstance(f.f_locals.get("self"), nn.Module) for f in stack())
+
+
+def compiler_of_calls() -> Callable[..., Any] | None:
+    """What compiles the Python frames that this thread enters (a backend with its settings), if Dynamo watches them."""
+    callback = get_eval_frame_callback()
+    return callback if callable(callback) else None
+
+
+class GivenBackend(NamedTuple):
     """The function that was given to `torch.compile`, or found by the given name, and its options."""
 
     function: object
     options: Mapping[str, Any] | None
 
 
-def _given_backend(wrapped: Any) -> _Backend:
+def given_backend(wrapped: Any) -> GivenBackend:
+    """What a context of `torch.compile`, or a callback of Dynamo for frames, compiles with."""
+    wrapped = getattr(wrapped, "callback", wrapped)
     while hasattr(wrapped, "_torchdynamo_orig_backend"):
         wrapped = wrapped._torchdynamo_orig_backend
     if isinstance(splitter := getattr(wrapped, "__self__", None), DDPOptimizer):  # inside of a forward of DDP
-        return _given_backend(splitter.backend_compile_fn)
-    return _Backend(getattr(wrapped, "compiler_fn", wrapped), getattr(wrapped, "kwargs", {}).get("options"))
+        return given_backend(splitter.backend_compile_fn)
+    return GivenBackend(getattr(wrapped, "compiler_fn", wrapped), getattr(wrapped, "kwargs", {}).get("options"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,21 +249,14 @@ class FrameToCompile:
     """A frame that Dynamo is about to compile.
 
     Attributes:
-        options: Of the backend, as they were given to `torch.compile`.
-        code: What it runs.
         starts: The module whose forward the frame is, if it is one.
         names: Those of globals and attributes in the frame's code.
         held: Values of its locals, of the variables that it closes over, and of globals that it names.
-        limit: The limit of recompiles, with its number, that makes Dynamo leave the frame and all later ones of its
-            code to Python; "" if the frame is within the limits.
     """
 
-    options: Mapping[str, Any] | None
-    code: types.CodeType
     starts: nn.Module | None
     names: frozenset[str]
     held: tuple[object, ...]
-    limit: str
 
 
 def before_each_compile(backend: object, call: Callable[[FrameToCompile], None]) -> None:
@@ -259,9 +271,10 @@ def before_each_compile(backend: object, call: Callable[[FrameToCompile], None])
     """
 
     def describe() -> str:
-        frame = next((f for f in stack() if f.f_code.co_name == _COMPILE and _is_of_dynamo(f)), None)
+        own = (f for f in stack() if f.f_code.co_filename == convert_frame.__file__)
+        frame = next((f for f in own if f.f_code.co_name == "_compile"), None)
         given = None if frame is None else frame.f_locals
-        if given is not None and _given_backend(given["compiler_fn"]).function is backend:
+        if given is not None and given_backend(given["compiler_fn"]).function is backend:
             call(_frame_to_compile(given))
         return ""  # a user context, of which there is none
 
@@ -269,8 +282,12 @@ def before_each_compile(backend: object, call: Callable[[FrameToCompile], None])
     torch._dynamo.register_hook_for_recompile_user_context(describe)
 
 
-def _is_of_dynamo(frame: FrameType) -> bool:
-    return frame.f_code.co_filename == convert_frame.__file__
+def double_recompile_limit() -> None:
+    """Lets Dynamo keep twice as many graphs of a forward before it runs it in Python.
+
+    Each shape may need two of this backend's graphs: one that accumulates gradients, and one that reduces them.
+    """
+    torch._dynamo.config.recompile_limit *= 2
 
 
 def _frame_to_compile(given: Mapping[str, Any]) -> FrameToCompile:
@@ -284,15 +301,7 @@ def _frame_to_compile(given: Mapping[str, Any]) -> FrameToCompile:
         for value in (*held, *_unnamed_arguments(code, passed))
         if isinstance(value, nn.Module) and getattr(value.forward, "__code__", None) is code
     )
-    exceeded, limit = exceeds_recompile_limit(given["cache_size"], given["compile_id"])
-    return FrameToCompile(
-        _given_backend(given["compiler_fn"]).options,
-        code,
-        next(forwards, None),
-        frozenset(code.co_names),
-        held,
-        f"{limit} = {getattr(torch._dynamo.config, limit)}" if exceeded else "",
-    )
+    return FrameToCompile(next(forwards, None), frozenset(code.co_names), held)
 
 
 def _unnamed_arguments(code: types.CodeType, passed: Mapping[str, Any]) -> Sequence[object]:
@@ -385,3 +394,8 @@ def source_prefixes(placeholder: fx.Node) -> list[str]:
         found.append(name() if callable(name) else name)  # a method up to 2.11, a property later
         source = getattr(source, "base", None)
     return found[::-1]
+
+
+def keep_address(tensor: torch.Tensor) -> None:
+    """Tells compilers that a tensor stays where it is: CUDA graphs need not copy it, and Dynamo does not guard it."""
+    torch._dynamo.mark_static_address(tensor, guard=False)  # type: ignore[no-untyped-call, unused-ignore]

@@ -5,8 +5,8 @@ It was looked at in torch 2.13 alone; with other versions nothing is stored.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import torch
 from torch._inductor import config as inductor_config
@@ -43,20 +43,6 @@ def settings_beside_key() -> tuple[object, ...]:
     )
 
 
-class Summary(Protocol):
-    """What is stored beside the code of a graph."""
-
-    def around(self, compiled: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-        """The code with what runs around it."""
-
-
-class Receiver(Protocol):
-    """The partitioner of a compile that may be loaded."""
-
-    def take_loaded(self, summary: Any) -> None:
-        """Receives the summary of each graph that was loaded."""
-
-
 def add_to_key(gm: Any, text: str) -> None:
     """Makes a text a part of the key under which AOTAutograd stores the compile of a Dynamo graph."""
     # The key is made of the module's attributes among other things.
@@ -68,19 +54,19 @@ class StoredGraph(OutputCode):  # type: ignore[misc,valid-type,unused-ignore]
 
     Args:
         code: What Inductor has compiled, or loaded from its cache.
-        summary: What is stored beside it.
+        summary: What is stored beside it; `summary.step.around(code)` is the code with what runs around it.
     """
 
-    def __init__(self, code: Any, summary: Summary) -> None:
+    def __init__(self, code: Any, summary: Any) -> None:
         self.code = code
         self.summary = summary
         self._boxed_call = True
         self._time_taken_ns = getattr(code, "_time_taken_ns", None) or 0
-        self._run = summary.around(code)
+        self._run = summary.step.around(code)
 
     def __call__(self, inputs: Sequence[Any]) -> Any:
         """Runs it."""
-        return self._run(inputs)  # type: ignore[arg-type]
+        return self._run(inputs)
 
     def prepare_for_serialization(self) -> None:
         """Replaces the code by its key in Inductor's cache; torch calls this on a copy."""
@@ -94,9 +80,9 @@ class StoredGraph(OutputCode):  # type: ignore[misc,valid-type,unused-ignore]
     def post_compile(self, example_inputs: Sequence[Any], constants: Any, graph_kwargs: Mapping[str, Any]) -> None:  # noqa: ARG002  torch's signature
         """Loads the code from Inductor's cache; torch calls this on what it has unpickled."""
         self.code = self.code.post_compile(self.code.load(example_inputs), graph_kwargs)
-        self._run = self.summary.around(self.code)
-        receiver: Receiver = inductor_config.custom_partitioner_fn  # type: ignore[assignment]
-        receiver.take_loaded(self.summary)
+        self._run = self.summary.step.around(self.code)
+        partitioner: Any = inductor_config.custom_partitioner_fn
+        partitioner.take_loaded(self.summary)  # it receives the summary of each graph that was loaded
 
     def set_triton_bundle(self, triton_bundle: Any) -> None:
         """Inductor's cache has the kernels."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -12,8 +11,6 @@ from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wr
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -24,6 +21,7 @@ __all__ = [
     "OpOverload",
     "OpOverloadPacket",
     "TorchDispatchMode",
+    "is_traceable_wrapper_subclass",
     "tree_leaves",
     "tree_map",
 ]
@@ -34,7 +32,6 @@ HigherOrderOperator = torch._ops.HigherOrderOperator
 _OLDER_BATCH: Any = torch._C._parse_dispatch_key("Batched")
 _OUTERMOST_BATCH = 1
 """Level of a batch that is in no other one."""
-_LOCAL = operator.attrgetter("_local_tensor")
 
 
 def make_dtensor(local: torch.Tensor, like: Any, *, requires_grad: bool = False) -> DTensor:
@@ -53,24 +50,9 @@ def new_dtensor(local: torch.Tensor, mesh: dist.DeviceMesh, placements: tuple[An
     return DTensor(local, spec, requires_grad=False)
 
 
-def strided_shard(dim: int, parts: int) -> Placement:
-    """The placement of what was divided into `parts` along `dim` before each of them is sharded on it."""
-    return _StridedShard(dim, split_factor=parts)
-
-
-def part_shape(shape: torch.Size, mesh: dist.DeviceMesh, placements: Sequence[Placement]) -> torch.Size:
-    """Shape of this rank's part of a DTensor."""
-    return torch.Size(compute_local_shape_and_global_offset(shape, mesh, placements)[0])
-
-
 def local_tensor(parameter: DTensor) -> torch.Tensor:
     """The local tensor of a DTensor itself, without autograd and without a view."""
     return parameter._local_tensor
-
-
-def have_locals(parameters: Iterable[DTensor], locals_: Iterable[torch.Tensor]) -> bool:
-    """Whether the local tensor of each DTensor is the very one that is given for it."""
-    return all(map(operator.is_, map(_LOCAL, parameters), locals_))
 
 
 def set_local_tensor(parameter: DTensor, local: torch.Tensor) -> None:
@@ -79,14 +61,15 @@ def set_local_tensor(parameter: DTensor, local: torch.Tensor) -> None:
     parameter._local_tensor = local
 
 
-ViewPlace = tuple[tuple[int, ...], tuple[int, ...], int]
-"""Shape, strides and first element of a view, in elements of a contiguous tensor."""
+def note_gathered(result: torch.Tensor) -> None:
+    """Makes Python find a gathered parameter to be an `nn.Parameter`, as FSDP2's are; `is_gathered` tells it apart."""
+    result._is_param = True
+    result._is_gathered = True  # type: ignore[attr-defined]
 
 
-def views_of(tensor: torch.Tensor, places: Sequence[ViewPlace]) -> list[torch.Tensor]:
-    """Views of a tensor that has no history."""
-    begin = tensor.storage_offset()
-    return [tensor.as_strided(shape, strides, begin + offset) for shape, strides, offset in places]
+def is_gathered(value: object) -> bool:
+    """Whether a value is a gathered parameter that a graph has returned."""
+    return hasattr(value, "_is_gathered")
 
 
 def is_plain_fake(value: object) -> bool:
@@ -131,11 +114,6 @@ def memory_id(tensor: torch.Tensor) -> int:
     return held.untyped_storage()._cdata
 
 
-def is_transformed(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is one of a `torch.func` transform, around another one."""
-    return is_functorch_wrapped_tensor(tensor)
-
-
 def is_batched(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a batch of tensors inside of `vmap`."""
     # `torch.autograd` has a `vmap` of its own, older than `torch.func`'s.
@@ -153,17 +131,6 @@ def join_batch(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch._add_batch_dim(torch.stack(list(tensors)), 0, _OUTERMOST_BATCH)
 
 
-def memory_place(tensor: torch.Tensor) -> tuple[object, int]:
-    """Which memory a plain tensor lies in, and at which of its bytes it begins.
-
-    Memory that is reached in several ways, through NumPy say, is one; meta and fake tensors have storages alone.
-    """
-    offset = int(tensor.storage_offset()) * tensor.element_size()
-    if tensor.is_meta or isinstance(tensor, FakeTensor):
-        return memory_id(tensor), offset
-    return tensor.device, tensor.untyped_storage().data_ptr() + offset
-
-
 def by_device_and_dtype(
     tensors: Iterable[torch.Tensor],
 ) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
@@ -179,49 +146,11 @@ def foreach_norm(tensors: list[torch.Tensor], order: float, dtype: torch.dtype) 
     return list(torch._foreach_norm(tensors, order, dtype=dtype))
 
 
-def foreach_mul_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiplies tensors of one device and dtype in place by a 0-d tensor of theirs."""
-    torch._foreach_mul_(tensors, factor)
-
-
-def foreach_lerp_(tensors: list[torch.Tensor], ends: list[torch.Tensor], weight: float) -> None:
-    """Moves tensors of one device and dtype in place towards others, by a part of the way."""
-    torch._foreach_lerp_(tensors, ends, weight)
-
-
-def foreach_copy_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copies tensors into others."""
-    torch._foreach_copy_(targets, sources)
-
-
-def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is of a subclass that wraps others, and says which."""
-    return is_traceable_wrapper_subclass(tensor)
-
-
-def wrapped_by(wrapper: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that one of a subclass as in `is_wrapper` wraps."""
-    names, _ = wrapper.__tensor_flatten__()  # type: ignore[attr-defined]
-    return [getattr(wrapper, name) for name in names]
-
-
-def unscale_and_check(tensors: list[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
-    """Multiplies tensors of one device and dtype in place; sets `found_inf` to 1 if a value is not finite."""
-    torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, inv_scale)
-
-
-def is_about_mixed_dtensors(error: RuntimeError) -> bool:
-    """Whether an operator was given DTensors and plain tensors, which it refuses."""
-    return "got mixed torch.Tensor and DTensor" in str(error)
-
-
-def is_about_dtensor_gradient(error: RuntimeError) -> bool:
-    """Whether a backward computed with the gradient of a DTensor, and with plain tensors, or in a graph for such."""
-    return is_about_mixed_dtensors(error) or (
-        "we guessed its" in str(error) and "got: " in str(error) and "DTensor" in str(error).partition("got: ")[2]
-    )
-
-
-def plain_torch_functions() -> Any:
-    """A context in which `__torch_function__` of subclasses is not asked."""
-    return torch._C.DisableTorchFunctionSubclass()
+foreach_mul_ = torch._foreach_mul_
+"""Multiplies tensors of one device and dtype in place by a 0-d tensor of theirs."""
+foreach_lerp_ = torch._foreach_lerp_
+"""Moves tensors of one device and dtype in place towards others, by a part of the way."""
+foreach_copy_ = torch._foreach_copy_
+"""Copies tensors into others."""
+unscale_and_check = torch._amp_foreach_non_finite_check_and_unscale_
+"""Multiplies tensors of one device and dtype in place; sets a 0-d tensor to 1 if a value is not finite."""

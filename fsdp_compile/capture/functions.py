@@ -13,21 +13,27 @@ A region under `nested_compile_region` that is called more than once is refused:
 alone, and guards on too little of what its other calls find.
 
 This is done in Dynamo's graph, before autograd traces it.
+
+Calls of sharded modules by `torch.func.functional_call` are left to Python: it registers values for the time of the
+call, and Dynamo does not compare what is registered with what a marker reads, which would take a guard for each
+parameter. Around compiled code, in uncompiled code and after a graph break the values are read. So the frame whose
+graph has such a call runs in Python, and what it calls is compiled.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch.nn.utils import stateless
 
+from fsdp_compile._torch.dynamo import leave_to_python
 from fsdp_compile._torch.tensors import HigherOrderOperator
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.ir.functions import add_attribute, function_at, functions_of
-from fsdp_compile.ir.source_line import source_line
+from fsdp_compile.ir.source_line import frames_of, source_line
 from fsdp_compile.ops.unshard import REDUCE_GRAD, UNSHARD
 
 _UNSHARD = (torch.ops.fsdp_compile.unshard, UNSHARD)
@@ -71,7 +77,9 @@ def refuse_hidden_reads(gm: fx.GraphModule) -> None:
     for call in gm.graph.nodes:
         if not isinstance(call.target, HigherOrderOperator):
             continue
-        if any(_hides_markers(function_at(function)) for function in functions_of(call)):
+        inside = (part for function in functions_of(call) for part in function_at(function).modules())
+        nodes = (node for part in inside if isinstance(part, fx.GraphModule) for node in part.graph.nodes)
+        if any(node.target in (*_UNSHARD, REDUCE_GRAD) for node in nodes):
             raise UnsupportedModelError(
                 f"a function that is passed to torch.ops.higher_order.{call.target.name()} reads a parameter",
                 where=source_line(call),
@@ -79,14 +87,43 @@ def refuse_hidden_reads(gm: fx.GraphModule) -> None:
             )
 
 
+def leave_functional_call(gm: fx.GraphModule) -> None:
+    """Leaves a frame to Python if `functional_call` in its Dynamo graph calls what reads a sharded parameter.
+
+    Raises:
+        UnsupportedModelError: Where `fullgraph=True` was asked for.
+        Exception: Elsewhere, the one that tells Dynamo to leave the frame.
+    """
+    for part in gm.modules():
+        if isinstance(part, fx.GraphModule):
+            for node in part.graph.nodes:
+                if node.target in _UNSHARD:
+                    _leave_inside(node)
+
+
+def _leave_inside(read: fx.Node) -> None:
+    inside = [frame for frame in frames_of(read) if frame.file == stateless.__file__]
+    # Reads before the call only find out which parameters are tied.
+    if not inside or inside[-1].function != "_functional_call":
+        return
+    what = "torch.func.functional_call() of a sharded module is compiled, where the given values would be ignored"
+    where = source_line(read, that_calls=stateless.__file__)
+    raise leave_to_python(f"fsdp_compile: {what} ({where})") or UnsupportedModelError(
+        what,
+        where=where,
+        instead="fullgraph=False, or functional_call() in a function under @torch.compiler.disable",
+    )
+
+
 def reads_in(function: fx.GraphModule) -> list[fx.Node]:
     """The reads of parameters in a function of Dynamo's."""
     return [node for node in function.graph.nodes if node.op == "call_function" and node.target in _UNSHARD]
 
 
-def _hides_markers(function: fx.GraphModule) -> bool:
-    modules = [module for module in function.modules() if isinstance(module, fx.GraphModule)]
-    return any(node.target in (*_UNSHARD, REDUCE_GRAD) for module in modules for node in module.graph.nodes)
+def returned_reads(gm: fx.GraphModule) -> list[int]:
+    """The positions of parameters among the results of a Dynamo graph."""
+    results: Any = gm.graph.output_node().args[0]
+    return [i for i, node in enumerate(results) if isinstance(node, fx.Node) and node.target in _UNSHARD]
 
 
 def _hoist(call: fx.Node) -> None:
@@ -96,26 +133,24 @@ def _hoist(call: fx.Node) -> None:
     functions = {node: _copy(function_at(node)) for node in functions_of(call)}
     moved = [each for function in functions.values() for each in _movable_reads(function, operands)]
     outside: dict[tuple[Any, ...], fx.Node] = {}
-    for read in moved:
-        if read.outside not in outside:
+    for read, args in moved:
+        if args not in outside:
             with call.graph.inserting_before(call):
-                outside[read.outside] = call.graph.call_function(UNSHARD, read.outside)
-            outside[read.outside].meta = dict(read.node.meta)
+                outside[args] = call.graph.call_function(UNSHARD, args)
+            outside[args].meta = dict(read.meta)
     for function in functions.values():
         added = {args: _add_argument(function, node) for args, node in outside.items()}
-        for read in moved:
-            if read.node.graph is function.graph:
-                read.node.replace_all_uses_with(added[read.outside])
-                function.graph.erase_node(read.node)
+        for read, args in moved:
+            if read.graph is function.graph:
+                read.replace_all_uses_with(added[args])
+                function.graph.erase_node(read)
     operands.extend(outside.values())
     sources = {source for args in outside for source in args if isinstance(source, fx.Node)}
-    unused = [
-        i for i, operand in enumerate(operands) if operand in sources and not _is_used(functions.values(), operands, i)
-    ]
-    for function in functions.values():
-        arguments = _arguments(function, len(operands))
+    taken = [_arguments(function, len(operands)) for function in functions.values()]
+    unused = [i for i, each in enumerate(operands) if each in sources and not any(inner[i].users for inner in taken)]
+    for function, inner in zip(functions.values(), taken, strict=True):
         for index in unused:
-            function.graph.erase_node(arguments[index])
+            function.graph.erase_node(inner[index])
         function.graph.lint()
         function.recompile()
     kept = tuple(operand for i, operand in enumerate(operands) if i not in unused)
@@ -128,19 +163,12 @@ def _hoist(call: fx.Node) -> None:
     call.args = (*call.args[:-1], kept)
 
 
-@dataclasses.dataclass(frozen=True)
-class _MovableRead:
-    """A read in a function, and the arguments that it has outside of the function."""
-
-    node: fx.Node
-    outside: tuple[Any, ...]
-
-
-def _movable_reads(function: fx.GraphModule, operands: Sequence[Any]) -> Iterator[_MovableRead]:
+def _movable_reads(function: fx.GraphModule, operands: Sequence[Any]) -> Iterator[tuple[fx.Node, tuple[Any, ...]]]:
+    """The reads in a function, and the arguments that each has outside of it."""
     outside = dict(zip(_arguments(function, len(operands)), operands, strict=True))
     for node in reads_in(function):
         if all(source in outside for source in node.all_input_nodes):
-            yield _MovableRead(node, fx.node.map_arg(node.args, outside.__getitem__))
+            yield node, fx.node.map_arg(node.args, outside.__getitem__)
 
 
 def _copy(function: fx.GraphModule) -> fx.GraphModule:
@@ -162,8 +190,3 @@ def _add_argument(function: fx.GraphModule, like: fx.Node) -> fx.Node:
         added = function.graph.placeholder(f"{like.name}_argument")
     added.meta = dict(like.meta)
     return added
-
-
-def _is_used(functions: Iterable[fx.GraphModule], operands: Sequence[Any], index: int) -> bool:
-    """Whether any function uses one operand."""
-    return any(_arguments(function, len(operands))[index].users for function in functions)

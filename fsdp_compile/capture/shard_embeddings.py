@@ -33,7 +33,9 @@ def shard_lookups(gm: fx.GraphModule) -> None:
         ConfigError: If a table has to be gathered for another read, or cannot be looked up where it is.
     """
     for node in gm.graph.find_nodes(op="call_function", target=functional.embedding):
-        given = _given(node)
+        bound = _ARGUMENTS.bind(*node.args, **node.kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
         weight = given["weight"]
         if not isinstance(weight, fx.Node) or weight.target not in _UNSHARD:
             continue
@@ -48,28 +50,22 @@ def shard_lookups(gm: fx.GraphModule) -> None:
         ):
             continue
         for problem, instead in _problems(weight, spec, given):
-            raise _refusal(node, problem, instead)
+            raise ConfigError(
+                f"an embedding cannot stay sharded: {problem}",
+                where=f"options={{'embedding': 'sharded'}}, {module_of(node) or node.name}, {source_line(node)}",
+                instead=instead,
+            )
         with gm.graph.inserting_before(node):
-            ids, padding = given["input"], _padding(given["padding_idx"], spec.shape[0])
+            # The row without gradients, as a row number; -1 for none.
+            padding = -1 if given["padding_idx"] is None else given["padding_idx"] % spec.shape[0]
             scale = bool(given["scale_grad_by_freq"])
-            made = gm.graph.call_function(LOOK_UP, (flat, ids, text, padding, scale))
+            made = gm.graph.call_function(LOOK_UP, (flat, given["input"], text, padding, scale))
         made.meta = dict(node.meta)
         node.replace_all_uses_with(made)
         for unused in (node, weight):
             if not unused.users:
                 gm.graph.erase_node(unused)
     gm.recompile()
-
-
-def _given(call: fx.Node) -> dict[str, Any]:
-    bound = _ARGUMENTS.bind(*call.args, **call.kwargs)
-    bound.apply_defaults()
-    return bound.arguments
-
-
-def _padding(index: int | None, rows: int) -> int:
-    """The row without gradients, as a row number; -1 for none."""
-    return -1 if index is None else index % rows
 
 
 def _problems(weight: fx.Node, spec: UnshardSpec, given: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -100,12 +96,4 @@ def _is_read_again(weight: fx.Node) -> bool:
         for read in flat.users
         if read is not weight and read.target in _UNSHARD and read.args[1] == text
         for user in read.users
-    )
-
-
-def _refusal(call: fx.Node, problem: str, instead: str) -> ConfigError:
-    return ConfigError(
-        f"an embedding cannot stay sharded: {problem}",
-        where=f"options={{'embedding': 'sharded'}}, {module_of(call) or call.name}, {source_line(call)}",
-        instead=instead,
     )

@@ -1,26 +1,45 @@
-"""Whether all ranks of a mesh say the same, before they do something together that needs it."""
+"""Whether all ranks of some groups say the same, before they do something together that needs it."""
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
+import torch.distributed as dist
 
-from fsdp_compile.comm import exchange
 from fsdp_compile.errors import RankMismatchError
 
+T = TypeVar("T")
 
-def require(described: Mapping[str, str], mesh: DeviceMesh, *, what: str, where: str, instead: str) -> None:
+
+def of_first(said: T, groups: Sequence[dist.ProcessGroup], device: torch.device) -> T:
+    """What the first rank says, on every rank of the groups of a mesh's dimensions; it goes through pickle."""
+    sent: list[Any] = [said]
+    for group in groups:
+        dist.broadcast_object_list(sent, group=group, group_src=0, device=device)
+    found: T = sent[0]
+    return found
+
+
+def require(
+    described: Mapping[str, str],
+    groups: Sequence[dist.ProcessGroup],
+    device: torch.device,
+    *,
+    what: str,
+    where: str,
+    instead: str,
+) -> None:
     """Compares short texts over the ranks of a mesh, which call it together.
 
     Args:
         described: Texts by name: what this rank has.
-        mesh: Whose ranks compare.
-        what: What they are about, in the error.
+        groups: Of the dimensions of the mesh.
+        device: From which they send.
+        what: What the texts are about, in the error.
         where: The call, in the error.
         instead: What to do, in the error.
 
@@ -31,11 +50,12 @@ def require(described: Mapping[str, str], mesh: DeviceMesh, *, what: str, where:
     text = json.dumps(described, sort_keys=True)
     number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")  # its negative fits into an int64, too
     # One reduction finds the largest and the smallest.
-    bounds = torch.tensor([number, -number], device=exchange.wire_of(mesh))
-    exchange.all_reduce_max(bounds, mesh)
+    bounds = torch.tensor([number, -number], device=device)
+    for group in groups:
+        dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
     if bounds[0].item() == -bounds[1].item():
         return
-    first: dict[str, str] = json.loads(exchange.share_text(text, mesh))
+    first = of_first(described, groups, device)
     differ = [name for name in sorted({*first, *described}) if first.get(name) != described.get(name)]
     shown = "; ".join(
         f"{name} is {described.get(name, 'missing')}, and on the first rank {first.get(name, 'missing')}"
@@ -46,11 +66,3 @@ def require(described: Mapping[str, str], mesh: DeviceMesh, *, what: str, where:
         where=where,
         instead=instead,
     )
-
-
-def digest(value: torch.Tensor) -> str:
-    """A short text that two tensors have in common if their elements are the same, bit for bit."""
-    held = exchange.as_bytes(value.detach().cpu().contiguous())
-    # Without a copy, and without NumPy, which need not be installed.
-    data = (ctypes.c_char * held.numel()).from_address(held.data_ptr()) if held.numel() else b""
-    return hashlib.sha256(data).hexdigest()[:16]

@@ -13,6 +13,7 @@ import functools
 import gc
 import os
 import re
+import signal
 import sys
 import time
 import types
@@ -25,7 +26,6 @@ import torch.distributed as dist
 
 from fsdp_compile._torch.distributed import default_store, other_client
 from fsdp_compile.comm.answering_store import AnsweringStore, pauses
-from fsdp_compile.comm.stopped_ranks import continue_stopped_ranks
 from fsdp_compile.errors import FSDPCompileError, RankFailedError
 
 _FAILED = "fsdp_compile/failed"
@@ -114,6 +114,28 @@ def end_quickly() -> None:
     gc.freeze()
 
 
+def continue_stopped_ranks() -> None:
+    """Lets ranks that a signal has stopped go on, for this one ends: else their launcher waits for them, 30 s.
+
+    Without torch's launcher nothing is done: nobody would end them.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        for process in _stopped_children(os.getppid()):
+            with contextlib.suppress(ProcessLookupError):  # it was ended meanwhile
+                os.kill(process, signal.SIGCONT)
+
+
+def _stopped_children(parent: int) -> list[int]:
+    """The processes that a process has started and a signal has stopped; those of a launcher are its ranks."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # gone since the folder was listed
+            state, of = stat.read_text().rpartition(")")[2].split()[:2]
+            if state == "T" and int(of) == parent:
+                found.append(int(stat.parent.name))
+    return found
+
+
 def tell(error: BaseException) -> None:
     """Tells all ranks of the world that this one ends, and why; what was told first stays."""
     world = _world()
@@ -122,7 +144,8 @@ def tell(error: BaseException) -> None:
     error = getattr(error, "inner_exception", error)  # Dynamo puts its own around those of backends
     if _is_of_communication(error):  # that is another rank's failure
         return
-    what = error.what if isinstance(error, RankFailedError) else f"rank {world.rank} failed: {_first_lines(error)}"
+    lines = f"rank {world.rank} failed: {type(error).__name__}: {error}".splitlines()
+    what = error.what if isinstance(error, RankFailedError) else "\n".join(lines[:20])
     with contextlib.suppress(RuntimeError):  # if the store fails, no rank can be told
         store = AnsweringStore(world.store, _TELL_S)
         if not store.check([_FAILED]):
@@ -228,8 +251,3 @@ def _ask(where: str) -> tuple[RankFailedError | None, list[int]]:
         time.sleep(_PAUSE_S)
         told = failed_elsewhere(store, where)
     return told, [] if answered or told is not None else [keys[key] for key in store.missing(list(keys))]
-
-
-def _first_lines(error: BaseException) -> str:
-    lines = f"{type(error).__name__}: {error}".splitlines()
-    return "\n".join(lines[:20])

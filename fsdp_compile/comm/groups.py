@@ -21,12 +21,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_compile._torch.distributed import (
     default_store,
+    high_priority,
+    new_group,
     register_group_alias,
     resolve_group,
     serial_gloo_group,
     timeout_of,
 )
-from fsdp_compile._torch.nccl_groups import high_priority, new_group
 from fsdp_compile.comm.answering_store import AnsweringStore
 from fsdp_compile.comm.failures import remember_world
 from fsdp_compile.comm.rendezvous import Rendezvous
@@ -47,12 +48,6 @@ class RankStore:
         rank: The number of this one in the group.
         compiles: Numbers for the comparisons of what ranks compile, and for refusals in their place.
         plans: The orders of collectives that all ranks run, by a digest of what their graphs read.
-        sharding_calls: Numbers for the calls that shard over the group.
-        units: Numbers for the units that are sharded over it.
-        notes: What this rank has used the group for since its ranks compared (`comm/read_order.py`).
-        unused: Parameter groups, by number, with gradients that this rank drops if the others need them as little.
-        compared_early: Parameter groups, by number, for which ranks have compared notes before the end of a backward.
-        comparisons: Numbers for these comparisons.
     """
 
     prefix: str
@@ -60,21 +55,10 @@ class RankStore:
     rank: int
     compiles: Iterator[int] = dataclasses.field(default_factory=itertools.count)
     plans: dict[str, list[tuple[str, ...]]] = dataclasses.field(default_factory=dict)
-    sharding_calls: Iterator[int] = dataclasses.field(default_factory=itertools.count)
-    units: Iterator[int] = dataclasses.field(default_factory=itertools.count)
-    notes: list[int] = dataclasses.field(default_factory=list)
-    unused: set[int] = dataclasses.field(default_factory=set)
-    compared_early: list[int] = dataclasses.field(default_factory=list)
-    comparisons: Iterator[int] = dataclasses.field(default_factory=itertools.count)
 
     @classmethod
-    def of(cls, name: str, group: dist.ProcessGroup) -> RankStore:
-        """A new one for a group; all of its ranks call this together, so that they count alike."""
-        return cls.of_ranks(name, tuple(dist.get_process_group_ranks(group)))
-
-    @classmethod
-    def of_ranks(cls, name: str, ranks: tuple[int, ...]) -> RankStore:
-        """As `of`, for ranks that have no group yet."""
+    def of(cls, name: str, ranks: tuple[int, ...]) -> RankStore:
+        """A new one for ranks, which call this together, so that they count alike."""
         prefix = f"fsdp_compile/{name}/{hashlib.sha256(str(ranks).encode()).hexdigest()[:16]}"
         rank = ranks.index(dist.get_rank())
         # Worlds of one store may follow each other: each rank counts how often it was in this group.
@@ -143,7 +127,8 @@ def alias_of(group: dist.ProcessGroup, role: GroupRole) -> str:
     """
     aliases = registry.aliases
     registry.forget_gone_worlds()
-    if group.size() > 1 and _has_processes(group):
+    are_processes = group.size() > 1 and _has_processes(group)
+    if are_processes:
         remember_world()
     used = _used(group, role)
     for name, known in aliases.items():
@@ -152,7 +137,7 @@ def alias_of(group: dist.ProcessGroup, role: GroupRole) -> str:
     names = (f"fsdp.{role}.{number}" for number in itertools.count())
     name = next(name for name in names if name not in aliases)
     register_group_alias(name, used)
-    place = RankStore.of(name, group) if group.size() > 1 and _has_processes(group) else None
+    place = RankStore.of(name, tuple(dist.get_process_group_ranks(group))) if are_processes else None
     aliases[name] = _Alias(role, weakref.ref(used), place)
     return name
 
@@ -164,7 +149,8 @@ def _used(group: dist.ProcessGroup, role: GroupRole) -> dist.ProcessGroup:
     ranks = tuple(dist.get_process_group_ranks(group))
     # One collective at a time: see `serial_gloo_group`.
     timeout = min(_timeout(), timeout_of(group))
-    if _is_gloo(group):
+    # A world that was started without naming a backend says "undefined".
+    if dist.get_backend(group) == "gloo" or str(dist.get_backend_config(group)) == "cpu:gloo":
         return _made_once(f"{role} on gloo", ranks, timeout, serial_gloo_group)
     # Collectives of one group wait for each other, so all-gathers would wait for reductions.
     return group if role != "reduce" else _made_once(role, ranks, timeout, new_group)
@@ -195,7 +181,7 @@ def _made_once(
         # Making it waits inside of torch, where a rank would not hear that another one has failed.
         assert dist.group.WORLD is not None
         if _has_processes(dist.group.WORLD):
-            RankStore.of_ranks(f"making {purpose}", ranks).rendezvous("make a process group").meet(0)
+            RankStore.of(f"making {purpose}", ranks).rendezvous("make a process group").meet(0)
         found = make(ranks, timeout, f"fsdp_compile: {purpose}")
         registry.made[purpose, ranks] = weakref.ref(found)
     return found
@@ -227,18 +213,6 @@ def _has_processes(group: dist.ProcessGroup) -> bool:
     return any(name in str(dist.get_backend_config(group)) for name in _REAL_BACKENDS)
 
 
-def _is_gloo(group: dist.ProcessGroup) -> bool:
-    """Whether gloo runs a group's collectives; a world that was started without naming a backend says "undefined"."""
-    return dist.get_backend(group) == "gloo" or str(dist.get_backend_config(group)) == "cpu:gloo"
-
-
-def run_of(group: dist.ProcessGroup, length: int) -> dist.ProcessGroup:
-    """The group of this rank's run of `length` neighbours in `group`; all ranks of `group` must call this together."""
-    ranks = dist.get_process_group_ranks(group)
-    begin = ranks.index(dist.get_rank()) // length * length
-    return _made_once("run", tuple(ranks[begin : begin + length]), min(_timeout(), timeout_of(group)), new_group)
-
-
 def mesh_of_shape(device_type: str, shape: tuple[int, int]) -> DeviceMesh:
     """A mesh (replicate, shard) of the world, of groups that all models share. All ranks call this together."""
     registry.forget_gone_worlds()
@@ -250,6 +224,13 @@ def mesh_of_shape(device_type: str, shape: tuple[int, int]) -> DeviceMesh:
     ]
     # A mesh holds its groups: one that was kept here would keep them, with their threads, when the world is gone.
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=("dp_replicate", "fsdp"))
+
+
+def replicas_only(mesh: DeviceMesh) -> DeviceMesh:
+    """A mesh (replicate, shard) of the ranks of a 1-D one, each of which has all of a parameter."""
+    groups = [mesh.get_group(), _mesh_group("shards", (dist.get_rank(),))]
+    ranks = mesh.mesh.view(-1, 1)
+    return DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=("dp_replicate", "fsdp"))
 
 
 def _mesh_group(dim: str, ranks: tuple[int, ...]) -> dist.ProcessGroup:
@@ -289,17 +270,10 @@ def _start_world(device_type: str) -> None:
 
 
 def check_mesh(mesh: DeviceMesh) -> None:
-    """Raises `ConfigError` for a mesh that is neither 1-D (shard) nor 2-D (replicate, shard)."""
+    """Raises `ConfigError` for what is no mesh."""
     if not isinstance(mesh, DeviceMesh):
         raise ConfigError(
             f"mesh is a {type(mesh).__name__}, not a DeviceMesh",
             where="fully_shard(mesh=...)",
             instead='init_device_mesh("cuda", (world_size,))',
-        )
-    if mesh.ndim not in (1, 2):
-        raise ConfigError(
-            f"mesh has {mesh.ndim} dimensions",
-            where="fully_shard(mesh=...)",
-            instead="a 1-D mesh to shard over, or a 2-D mesh (replicate, shard); take the two dimensions from a larger "
-            'mesh with mesh["replicate", "shard"]',
         )

@@ -2,14 +2,12 @@
 
 Under a prefix that no other group uses, in this world or in a later one of the same store:
 
-    failed            what went wrong, in this group or in another one of a rank of this group: ends all waiting here
-    <n>/first         digest of the first rank's text in round n; a rank with another one sets the next two
-    <n>/text/<rank>   its text
-    <n>/differs       its rank
-    <n>/here/<rank>   set by each rank when it begins round n
-    <n>/refused       why a rank compiles nothing in round n: ends this round alone, since ranks may try again
-    <n>/arrived, all  how many have compared; set when all have
-    <n>/left          how many have gone on; the last one deletes the round's keys
+    failed              what went wrong, in this group or in another one of a rank of this group: ends all waiting here
+    <n>/digest, text    the first rank's text in round n; a rank with another digest takes it
+    <n>/here/<rank>     set by each rank when it begins round n
+    <n>/refused         why a rank compiles nothing in round n: ends this round alone, since ranks may try again
+    <n>/end/here/<rank>, arrived, all    the ranks that are done with the text, how many, and set when all are
+    <n>/end/left        how many have gone on; the last one deletes the round's keys
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ import dataclasses
 import hashlib
 import json
 import time
+from collections.abc import Iterator
 
 from fsdp_compile.comm.answering_store import AnsweringStore, pauses
 from fsdp_compile.comm.failures import failed_elsewhere
@@ -45,29 +44,6 @@ class RefusedElsewhereError(RankFailedError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Difference:
-    """Two texts of one round that should be equal.
-
-    Attributes:
-        first: Text of the group's first rank.
-        other: The number, in the group, of a rank with another text.
-        second: Its text.
-    """
-
-    first: str
-    other: int
-    second: str
-
-    def parting(self) -> tuple[int, str, str]:
-        """The first line in which the texts differ: its number, from 0, and what it is in each, or "nothing more"."""
-        first, second = self.first.splitlines(), self.second.splitlines()
-        pairs = enumerate(zip(first, second, strict=False))
-        number = next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
-        mine, others = (lines[number] if number < len(lines) else "nothing more" for lines in (first, second))
-        return number, mine, others
-
-
-@dataclasses.dataclass(frozen=True)
 class Rendezvous:
     """Where the ranks of a group meet.
 
@@ -89,45 +65,45 @@ class Rendezvous:
     world: AnsweringStore | None = None
     wanted: str = "compile its next collectives"
 
-    def compare(self, number: int | str, digest: str, text: str) -> Difference | None:
-        """One round: every rank compares with the group's first rank, and none returns before all have.
+    def first(self, number: int, digest: str, text: str) -> str | None:
+        """Begins a round: every rank compares with the group's first rank.
 
         Args:
-            number: Of the round, or its name; the same on all ranks.
-            digest: What has to be the same on all ranks.
-            text: What to show if it is not.
+            number: Of the round; the same on all ranks.
+            digest: What should be the same on all ranks.
+            text: What a rank with another one gets of the first rank.
 
         Returns:
-            `None` if all have the same digest. Otherwise the same difference on every rank.
+            `None` if this rank has the digest of the first one, else that rank's text.
 
         Raises:
             RefusedElsewhereError: If a rank has refused to compile what this round compares.
             RankFailedError: If a rank does not come in time, or the store fails.
             FSDPCompileError: What ended another group of one of the ranks.
         """
-        try:
-            return self._compare(f"{number}/", digest, text)
-        except FSDPCompileError:
-            raise
-        except RuntimeError as error:  # torch's errors of stores
-            raise RankFailedError(
-                f"the store through which ranks meet does not answer: {error}",
-                where=f"rank {self.ranks[self.rank]}, which waited for all ranks to {self.wanted}",
-                instead="see why the process ended that holds the store, rank 0 or the launcher: this is what followed",
-            ) from error
-
-    def forget(self, number: int | str) -> None:
-        """Deletes what a round has left in which texts differed, once all ranks have come to a later one."""
         at = f"{number}/"
-        for key in (f"here/{self.rank}", f"text/{self.rank}"):
-            self.store.delete_key(at + key)
-        if self.rank == 0:
-            for key in ("first", "differs", "arrived", "all"):
-                self.store.delete_key(at + key)
+        with self._answered():
+            self._enter(at)
+            if self.rank == 0:
+                self.store.set(f"{at}text", text)
+                self.store.set(f"{at}digest", digest)
+                return None
+            self._wait(number, at, "digest")
+            return None if self.store.get(f"{at}digest").decode() == digest else self.store.get(f"{at}text").decode()
 
-    def meet(self, number: int | str) -> None:
-        """One round without a text: no rank returns before all have come; raises as `compare`."""
-        self.compare(number, "", "")
+    def meet(self, number: int) -> None:
+        """Ends a round, or is one without a text: no rank returns before all have come; raises as `first`."""
+        at = f"{number}/end/"
+        with self._answered():
+            self._enter(at)
+            if self.store.add(f"{at}arrived", 1) == len(self.ranks):
+                self.store.set(f"{at}all", "")
+            self._wait(number, at, "all")
+            for key in (f"{number}/here/{self.rank}", f"{at}here/{self.rank}"):
+                self.store.delete_key(key)
+            if self.store.add(f"{at}left", 1) == len(self.ranks):
+                for key in ("digest", "text", "end/arrived", "end/all", "end/left"):
+                    self.store.delete_key(f"{number}/{key}")
 
     def tell(self, error: FSDPCompileError) -> None:
         """Ends all waiting of the group, now and later, with an error of this or another group; the first one stays."""
@@ -145,36 +121,31 @@ class Rendezvous:
         with contextlib.suppress(RuntimeError):
             self.store.set(f"{number}/refused", json.dumps({"rank": rank, "reason": reason}))
 
-    def _compare(self, at: str, digest: str, text: str) -> Difference | None:
-        store = self.store
-        self._refuse_failed()
-        store.set(f"{at}here/{self.rank}", "")
-        if self.rank == 0:
-            store.set(f"{at}first", digest)
-        else:
-            self._wait(at, f"{at}first")
-            if store.get(f"{at}first").decode() != digest:
-                store.set(f"{at}text/{self.rank}", text)
-                store.set(f"{at}differs", str(self.rank))
-        if store.add(f"{at}arrived", 1) == len(self.ranks):
-            store.set(f"{at}all", "")
-        self._wait(at, f"{at}all")
-        if not store.check([f"{at}differs"]):
-            self._clean(at)
-            return None
-        if self.rank == 0:
-            store.set(f"{at}text/0", text)
-        other = int(store.get(f"{at}differs"))
-        self._wait(at, f"{at}text/0")
-        return Difference(store.get(f"{at}text/0").decode(), other, store.get(f"{at}text/{other}").decode())
+    @contextlib.contextmanager
+    def _answered(self) -> Iterator[None]:
+        try:
+            yield
+        except FSDPCompileError:
+            raise
+        except RuntimeError as error:  # torch's errors of stores
+            raise RankFailedError(
+                f"the store through which ranks meet does not answer: {error}",
+                where=f"rank {self.ranks[self.rank]}, which waited for all ranks to {self.wanted}",
+                instead="see why the process ended that holds the store, rank 0 or the launcher: this is what followed",
+            ) from error
 
-    def _wait(self, at: str, key: str) -> None:
+    def _enter(self, at: str) -> None:
+        self._refuse_failed()
+        self.store.set(f"{at}here/{self.rank}", "")
+
+    def _wait(self, number: int, at: str, key: str) -> None:
         deadline_s = time.monotonic() + self.timeout_s
         pause_s = pauses(len(self.ranks))
         # Polling, not the blocking `store.wait`: a failure or a refusal of another rank must end the wait.
-        while not self.store.check([key]):
+        while not self.store.check([at + key]):
             self._refuse_failed()
-            self._refuse_refused(at)
+            if self.store.check([f"{number}/refused"]):
+                raise RefusedElsewhereError(**json.loads(self.store.get(f"{number}/refused")), heard_in=self.name)
             if time.monotonic() > deadline_s:
                 raise self._timed_out(at)
             time.sleep(next(pause_s))
@@ -189,10 +160,6 @@ class Rendezvous:
             parts = json.loads(self.store.get("failed"))
             raise _KINDS[parts.pop("kind")](parts.pop("what"), **parts)
 
-    def _refuse_refused(self, at: str) -> None:
-        if self.store.check([f"{at}refused"]):
-            raise RefusedElsewhereError(**json.loads(self.store.get(f"{at}refused")), heard_in=self.name)
-
     def _timed_out(self, at: str) -> RankFailedError:
         keys = {f"{at}here/{number}": rank for number, rank in enumerate(self.ranks)}
         named = ", ".join(str(keys[key]) for key in self.store.missing(list(keys)))
@@ -205,12 +172,6 @@ class Rendezvous:
             "for a batch of another size (with memory_budget_gb, reshard_after_forward='auto' or lists of modules "
             "to prefetch), options={'prefetch': 1} makes no plan that depends on it",
         )
-
-    def _clean(self, at: str) -> None:
-        self.store.delete_key(f"{at}here/{self.rank}")
-        if self.store.add(f"{at}left", 1) == len(self.ranks):
-            for key in ("first", "arrived", "all", "left"):
-                self.store.delete_key(at + key)
 
 
 def _parts(error: FSDPCompileError) -> dict[str, str | None]:

@@ -23,8 +23,8 @@ class MixedPrecision(MixedPrecisionPolicy):
     `param_dtype`, `reduce_dtype`, `output_dtype` and `cast_forward_inputs` are inherited.
 
     Attributes:
-        buffer_dtype: Dtype of floating-point buffers. They are cast once, when the module is sharded; state dicts have
-            them in their original dtype. `None` leaves them.
+        buffer_dtype: Dtype of floating-point buffers. They are cast when the module is sharded; state dicts have them
+            in their original dtype. `None` leaves them.
         full_precision_classes: Parameters and buffers of modules of these classes keep their own dtype, in the
             all-gather, in computation and in the reduction. Such a module's inputs are cast to it, and its outputs back
             to the dtype of its inputs. By default batch norms, as in FSDP1.
@@ -120,73 +120,23 @@ def _check_dtype(name: str, dtype: object) -> None:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class Offload:
-    """Shards live on the host.
-
-    Attributes:
-        pinned: In page-locked memory, from which a device copies without the host.
-        from_cpu_to_cpu: Graphs copy even where the host computes: for plans, in which it stands for a device.
-    """
-
-    pinned: bool
-    from_cpu_to_cpu: bool = False
+AnyOffloadPolicy = OffloadPolicy | CPUOffload | None
+"""FSDP2's policies, FSDP1's `CPUOffload` or `None`."""
 
 
-AnyOffloadPolicy = OffloadPolicy | CPUOffload | Offload | None
-"""FSDP2's policies, FSDP1's `CPUOffload` or `None`, and what they are converted to."""
-
-
-def as_offload(policy: object) -> Offload | None:
-    """Any of torch's policies, as ours; `None` if parameters stay on their device. Raises `ConfigError` for others."""
-    if isinstance(policy, Offload):
-        return policy
-    if isinstance(policy, CPUOffloadPolicy):
-        return Offload(policy.pin_memory)
+def as_offload(policy: object) -> OffloadPolicy:
+    """Any of torch's policies, as FSDP2's. Raises `ConfigError` for others."""
+    if policy is None or (isinstance(policy, CPUOffload) and not policy.offload_params):
+        return OffloadPolicy()
     if isinstance(policy, CPUOffload):
-        return Offload(pinned=True) if policy.offload_params else None
-    if policy is None or type(policy) is OffloadPolicy:
-        return None
+        return CPUOffloadPolicy()
+    if isinstance(policy, CPUOffloadPolicy) or type(policy) is OffloadPolicy:
+        return policy
     raise ConfigError(
         f"offload_policy is a {type(policy).__name__}",
         where="fully_shard(offload_policy=...)",
         instead="torch.distributed.fsdp.CPUOffloadPolicy(), or leave it out: parameters stay on their device",
     )
-
-
-def planned(policy: object) -> AnyOffloadPolicy:
-    """The same policy for a plan in which the CPU stands for a device that is not there."""
-    offload = as_offload(policy)
-    return OffloadPolicy() if offload is None else Offload(pinned=False, from_cpu_to_cpu=True)
-
-
-def compute_device(offload: Offload | None, mesh_device: str) -> str:
-    """Type of the device to which shards are copied; empty if they live where they are computed with."""
-    return mesh_device if offload is not None and (mesh_device != "cpu" or offload.from_cpu_to_cpu) else ""
-
-
-def host_buffer(numel: int, dtype: torch.dtype, offload: Offload) -> torch.Tensor:
-    """A flat parameter of zeros on the host; raises `ConfigError` if it is to be pinned and there is no accelerator."""
-    if not offload.pinned:
-        return torch.zeros(numel, dtype=dtype)
-    if not torch.accelerator.is_available():
-        raise ConfigError(
-            "memory is to be pinned for a device, and there is none",
-            where="fully_shard(offload_policy=CPUOffloadPolicy(pin_memory=True))",
-            instead="CPUOffloadPolicy(pin_memory=False), or a mesh of device type 'cpu'",
-        )
-    return torch.zeros(numel, dtype=dtype, pin_memory=True)
-
-
-def refuse_device(name: str, device: torch.device) -> None:
-    """Raises `ConfigError` for a sharded parameter that was moved to a device although its unit is offloaded."""
-    if device.type not in ("cpu", "meta"):
-        raise ConfigError(
-            f"the parameter was moved to {device}, and its unit is offloaded to the host",
-            where=name,
-            instead="leave the model on the CPU: gathered parameters go to the device by themselves; to keep shards "
-            "there, call fully_shard() without offload_policy",
-        )
 
 
 WrapPolicy = ModuleWrapPolicy | CustomPolicy | Callable[..., bool]

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_compile.config.policy import planned
 from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.cost.hardware import hardware as named_hardware
 from fsdp_compile.errors import ConfigError
@@ -19,15 +18,15 @@ from fsdp_compile.explain.plan_data import Traced, TracedGraphs
 from fsdp_compile.explain.scale.rescale import Setting, plan_at, plan_of
 from fsdp_compile.explain.trace.dims import Dims, open_inputs
 from fsdp_compile.explain.trace.generators import generators_restored
-from fsdp_compile.explain.trace.stand_in import hollow_flats, stand_in
+from fsdp_compile.explain.trace.stand_in import shard_stand_in, stand_in
 from fsdp_compile.explain.trace.trace import trace
 from fsdp_compile.explain.trace.world import planning_mesh, planning_world
+from fsdp_compile.explain.units import units_of
+from fsdp_compile.fsdp2.module_class import user_class
+from fsdp_compile.fsdp2.take_over import model_of, sharded_root
 from fsdp_compile.lower.compiled_regions import regions_of
-from fsdp_compile.modules.classes import original_class
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.passes.settings import FUSION
-from fsdp_compile.runtime.module_state import units
-from fsdp_compile.sharding.fully_shard import fully_shard
 
 
 def explain(
@@ -69,7 +68,7 @@ def explain(
         )
     plain = getattr(model, "_orig_mod", model)
     estimated_for = _one_of(hardware, checked.planned_for) or named_hardware()
-    if units(plain):
+    if sharded_root(plain) is not None:
         if args or kwargs or options is not None or dims:
             raise ConfigError(
                 "a sharded model is explained as it ran; inputs and options have no effect",
@@ -83,14 +82,11 @@ def explain(
     with generators_restored(), planning_world(world_size) as ranks:
         copied = stand_in(plain)
         sharding = {"mesh": planning_mesh(checked.sharding_strategy), **checked.sharding}
-        if checked.offload_policy is not None:
-            sharding["offload_policy"] = planned(checked.offload_policy)
-        fully_shard(copied, **sharding)
-        hollow_flats(copied)
+        sharded = shard_stand_in(copied, **sharding)
         regions = trace(copied, inputs, checked)
         traced = Traced(
             model=copied,
-            units=tuple(units(copied)),
+            units=units_of(sharded),
             regions=tuple(
                 TracedGraphs(tuple(region.captured), region.sizes(), region.whole, region.recomputed)
                 for region in regions
@@ -117,15 +113,16 @@ def _one_of(hardware: Hardware | None, in_options: Hardware | None) -> Hardware 
 
 def _as_it_ran(model: nn.Module, world_size: int | None, hardware: Hardware) -> Plan:
     """Reports on the graphs that a compiled model ran last."""
-    made = units(model)
-    regions = regions_of(made)
-    if not regions:
+    taken = model_of(model)
+    regions = [] if taken is None else regions_of(taken.units)
+    if taken is None or not regions:
         raise ConfigError(
             "the sharded model has not run yet",
-            where=f"explain({original_class(model).__name__})",
+            where=f"explain({user_class(model).__name__})",
             instead="run one step of the compiled model first, or explain the plain model before it is sharded",
         )
-    ranks = made[0].policy.mesh.size()
+    made = units_of(taken)
+    ranks = max(param.spec.size * param.spec.replicas for unit in made for param in unit.params)
     if world_size not in (None, ranks):
         raise ConfigError(
             f"the model is sharded over {ranks} ranks",
@@ -135,4 +132,4 @@ def _as_it_ran(model: nn.Module, world_size: int | None, hardware: Hardware) -> 
     fusion = FUSION[regions[0].lower]
     steps = [region.steps for region in regions]
     plan = build_plan(model, made, steps, world_size=ranks, hardware=hardware, fusion=fusion)
-    return Plan.of(dataclasses.replace(plan, skipped=(*not_in_graphs(made), *plan.skipped)))
+    return Plan.of(dataclasses.replace(plan, skipped=(*not_in_graphs(taken.units), *plan.skipped)))

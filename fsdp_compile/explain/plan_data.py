@@ -13,9 +13,9 @@ from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.explain.build.numbers import numbers
 from fsdp_compile.explain.report import GraphPlan, LowerBound, Number, Skipped, UnitPlan, Volume
 from fsdp_compile.explain.trace.open_sizes import OpenSizes
+from fsdp_compile.explain.units import UnitData
 from fsdp_compile.ir.graph import Phase, StepGraph
 from fsdp_compile.options import FSDPOptions
-from fsdp_compile.runtime.units import FSDPUnit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,11 +40,18 @@ class Traced:
     """What plans are made of: the stand-in that was traced, its units and regions, and the settings of the compile."""
 
     model: nn.Module
-    units: tuple[FSDPUnit, ...]
+    units: tuple[UnitData, ...]
     regions: tuple[TracedGraphs, ...]
     world_size: int
     options: FSDPOptions
     fusion: Fusion
+
+    @property
+    def may_send_low_bits(self) -> bool:
+        """Whether some parameters are sent in 8 bits or fewer, if the share of a rank is large enough."""
+        return getattr(self.options.mp_policy, "gather_dtype", None) is not None or any(
+            param.spec.gather_format for unit in self.units for param in unit.params
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,12 +22,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from fsdp_compile._torch.checkpoint import SafeReader
-from fsdp_compile._torch.dcp_metadata import METADATA
 from fsdp_compile.errors import CheckpointError
 from fsdp_compile.formats.causes import naming
 from fsdp_compile.formats.complete import MARKER, check_contents, read_marker, size_of
 from fsdp_compile.formats.coverage import Box, problem_with
+from fsdp_compile.formats.dcp_files import SafeReader
+from fsdp_compile.formats.dcp_metadata import METADATA
 from fsdp_compile.formats.entries import Checkpoint, Entry, Place, TensorInfo, check_names, contiguous
 from fsdp_compile.formats.file_part import FilePart, check_sums
 from fsdp_compile.formats.options import Format

@@ -6,11 +6,11 @@ import re
 import struct
 from pathlib import Path
 
-from fsdp_compile._torch.dcp_metadata import METADATA
 from fsdp_compile.errors import CheckpointError
 from fsdp_compile.formats.causes import naming
 from fsdp_compile.formats.complete import size_of
 from fsdp_compile.formats.dcp import DcpFolder
+from fsdp_compile.formats.dcp_metadata import METADATA
 from fsdp_compile.formats.entries import Checkpoint
 from fsdp_compile.formats.options import SUFFIX, check_exists
 from fsdp_compile.formats.safetensors_files import INDEX, SafetensorsFiles

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from fsdp_compile._torch.checkpoint import NamingWriter
+from fsdp_compile.formats.dcp_files import NamingWriter
 from fsdp_compile.formats.entries import Values, nested
 
 

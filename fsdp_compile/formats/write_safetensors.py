@@ -16,8 +16,8 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from fsdp_compile._torch.checkpoint import NamingWriter
 from fsdp_compile.errors import ConfigError
+from fsdp_compile.formats.dcp_files import NamingWriter
 from fsdp_compile.formats.entries import Entry, TensorInfo, Values, tensors
 from fsdp_compile.formats.options import SUFFIX
 from fsdp_compile.formats.safetensors_files import DTYPES, INDEX, SINGLE

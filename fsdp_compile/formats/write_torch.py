@@ -13,7 +13,7 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 
-from fsdp_compile._torch.checkpoint import NamingWriter
+from fsdp_compile.formats.dcp_files import NamingWriter
 from fsdp_compile.formats.entries import Place, TensorInfo, Values, nbytes, nested
 
 _ALIGNMENT = 64

@@ -18,11 +18,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, TrainerCallback, TrainerState, TrainingArguments
 
-from fsdp_compile._torch.checkpoint import SafePlanner, SafeReader
 from fsdp_compile.errors import CheckpointError, ConfigError
-from fsdp_compile.runtime.module_state import is_sharded
+from fsdp_compile.formats.dcp_files import SafePlanner, SafeReader
 from fsdp_compile.sharding.fully_shard import fully_shard
 from fsdp_compile.state.full_params import full_params
 
@@ -55,7 +55,7 @@ class FSDPCallback(TrainerCallback):
                 where="FSDPCallback(model)",
                 instead="a PreTrainedModel; for other modules, a training loop of your own or accelerate",
             )
-        if not is_sharded(model):
+        if not isinstance(model, FSDPModule):
             fully_shard(model)
         model.compile(backend="fsdp", options=dict(options or {}))
         # So Trainer leaves averaging to the model, and calls `save_pretrained` on all ranks.

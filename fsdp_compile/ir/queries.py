@@ -17,7 +17,6 @@ from fsdp_compile._torch.distributed import collectives
 from fsdp_compile._torch.tensors import OpOverload
 from fsdp_compile.ir.graph import DECLARING, Phase, Record, Role, StepGraph, record_of, require, role_of
 from fsdp_compile.ops.embedding import AVERAGE_ROWS, LOOK_UP, REDUCE_ROWS
-from fsdp_compile.ops.gather_message import GATHER_MESSAGE
 from fsdp_compile.ops.post_forward import SHARD_POST_FORWARD, UNSHARD_POST_FORWARD
 from fsdp_compile.ops.unshard import REDUCE_GRAD, UNSHARD
 
@@ -50,13 +49,12 @@ def unit_of(path: str, units: frozenset[str]) -> str:
     return path.partition(".")[0]
 
 
-READS = (UNSHARD, UNSHARD_POST_FORWARD, GATHER_MESSAGE)
-"""Markers that give a full parameter, or a message that only its class can make one of."""
+READS = (UNSHARD, UNSHARD_POST_FORWARD)
+"""Markers that give a full parameter."""
 GRADIENTS_OF_READS = (REDUCE_GRAD, REDUCE_ROWS)
 """Markers that give a gradient of a flat parameter."""
 TEXT_POSITION: Mapping[Any, int] = {
     UNSHARD: 1,
-    GATHER_MESSAGE: 3,
     REDUCE_GRAD: 2,
     SHARD_POST_FORWARD: 1,
     UNSHARD_POST_FORWARD: 1,

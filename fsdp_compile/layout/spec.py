@@ -18,6 +18,8 @@ import torch
 
 from fsdp_compile.layout.hosts import GroupRanks
 
+ROOT = "(root)"
+"""Title of the unit of a model's outermost module, which has no name."""
 _PREFETCH = ("forward_prefetch", "backward_prefetch")
 
 

@@ -10,9 +10,35 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from fsdp_compile.fsdp2.param_group import ParamGroup
+from fsdp_compile.fsdp2.unit import Unit
 from fsdp_compile.ir.graph import StepGraph
-from fsdp_compile.lower.graph_text import GraphText
-from fsdp_compile.runtime.units import FSDPParamGroup, FSDPUnit
+from fsdp_compile.ir.text.parser import parse_graph
+from fsdp_compile.ir.text.printer import format_graph
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphText:
+    """A transformed graph as it is stored: its text, and what AOTAutograd says of its results, which no text has.
+
+    Attributes:
+        text: As `format_graph` writes it.
+        results: A description of each result: which ones are saved for backward.
+    """
+
+    text: str
+    results: tuple[object, ...]
+
+    @staticmethod
+    def of(step: StepGraph) -> GraphText:
+        """The text of a graph."""
+        return GraphText(format_graph(step), tuple(step.output.meta.get("desc") or ()))
+
+    def read(self) -> StepGraph:
+        """The graph, with fake values and records."""
+        step = parse_graph(self.text)
+        step.output.meta["desc"] = list(self.results)
+        return step
 
 
 @dataclasses.dataclass(eq=False)
@@ -38,14 +64,12 @@ class CompiledRegion:
         return [each for each in self.graphs if isinstance(each, StepGraph)]
 
 
-def register_region(inputs: Sequence[object], lower: str) -> CompiledRegion:
+def register_region(groups: Sequence[ParamGroup], lower: str) -> CompiledRegion:
     """Makes a region for the graphs of a compile; of several compiles of one region the last is stored.
 
-    The units of the parameter groups among `inputs` store it; `lower` is as in `FSDPOptions.lower`.
+    The units of the parameter groups that it reads store it; `lower` is as in `FSDPOptions.lower`.
     """
-    found = [FSDPParamGroup.of(value) for value in inputs if isinstance(value, torch.Tensor)]
-    groups = [group for group in found if group is not None]
-    units = {group.unit for group in groups}
+    units: list[Unit] = list(dict.fromkeys(group.unit for group in groups))
     of_models = {unit for model in {unit.model for unit in units} for unit in model.units}
     earlier = [region.number for unit in of_models for region in unit.compiled_regions.values()]
     region = CompiledRegion(max(earlier, default=-1) + 1, lower)
@@ -56,7 +80,7 @@ def register_region(inputs: Sequence[object], lower: str) -> CompiledRegion:
     return region
 
 
-def regions_of(units: Iterable[FSDPUnit]) -> list[CompiledRegion]:
+def regions_of(units: Iterable[Unit]) -> list[CompiledRegion]:
     """Regions that read any of `units`, each once, in the order in which they were compiled."""
     found = {region for unit in units for region in unit.compiled_regions.values() if region.graphs}
     return sorted(found, key=lambda region: region.number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,26 +10,23 @@ from torch import fx
 
 from fsdp_compile._torch.dynamo import aot_autograd, functorch_config
 from fsdp_compile.ir.graph import Phase
+from fsdp_compile.lower.compiled_step import Compiled
 from fsdp_compile.lower.region import Region
-from fsdp_compile.lower.wrappers import Compiled
 
 
 def compile_eagerly(gm: fx.GraphModule, inputs: Sequence[Any], region: Region) -> Any:
     """Makes a callable of a Dynamo graph that runs the transformed graphs; `region` receives the graphs."""
 
-    def forward(gm: fx.GraphModule, _inputs: Sequence[Any]) -> Compiled:
-        return region.finish(gm, Phase.FORWARD, lambda: _boxed(gm))
-
-    def backward(gm: fx.GraphModule, _inputs: Sequence[Any]) -> Compiled:
-        return region.finish(gm, Phase.BACKWARD, lambda: _boxed(gm))
+    def lower(gm: fx.GraphModule, _inputs: Sequence[Any], phase: Phase) -> Compiled:
+        return region.finish(gm, phase, lambda: _boxed(gm))
 
     def inference(gm: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
         region.inference(gm)
-        return forward(gm, inputs)
+        return lower(gm, inputs, Phase.FORWARD)
 
     compiler = aot_autograd(
-        fw_compiler=forward,
-        bw_compiler=backward,
+        fw_compiler=functools.partial(lower, phase=Phase.FORWARD),
+        bw_compiler=functools.partial(lower, phase=Phase.BACKWARD),
         inference_compiler=inference,
         partition_fn=region.partition,
         decompositions={},

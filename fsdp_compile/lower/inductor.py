@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-import torch
 from torch import fx
 
 from fsdp_compile._torch.dynamo import (
@@ -15,19 +14,17 @@ from fsdp_compile._torch.dynamo import (
     functorch_config,
     inductor_config,
 )
-from fsdp_compile._torch.lowerings import COMBO_KERNELS_UNCHECKED, compute_readers_first
+from fsdp_compile._torch.inductor import COMBO_KERNELS_UNCHECKED, compute_readers_first
 from fsdp_compile._torch.stored_compiles import DO_NOT_STORE, STORE, STORE_GRAPHS_ALONE, StoredGraph, add_to_key
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.ir.graph import Phase
-from fsdp_compile.lower.keep_matmuls import keep_matmuls
+from fsdp_compile.lower.before_inductor import keep_matmuls, open_dequantize, write_before_waits
+from fsdp_compile.lower.compiled_step import Compiled
 from fsdp_compile.lower.keep_order import KEEP_CALLS_IN_ORDER
 from fsdp_compile.lower.once import compile_once
-from fsdp_compile.lower.open_dequantize import open_dequantize
-from fsdp_compile.lower.region import Region
+from fsdp_compile.lower.region import GraphSummary, Region
+from fsdp_compile.lower.segments import described
 from fsdp_compile.lower.share_code import can_share_code, compile_segments
-from fsdp_compile.lower.summary import GraphSummary
-from fsdp_compile.lower.wrappers import Compiled
-from fsdp_compile.lower.write_before_waits import write_before_waits
 from fsdp_compile.lower.written_order import compare, planned_calls
 from fsdp_compile.ops.effects import UPDATE
 from fsdp_compile.ops.poison import CHECK_MESSAGE, POISON
@@ -104,10 +101,10 @@ def compile_with_inductor(
 
         if region.key is None:
             return region.finish(gm, phase, compile_graph)
-        surroundings = region.surroundings(gm, phase)
+        step = region.compiled_step(gm, phase)
         with region.lowering(phase):
             code = compile_graph()
-        return StoredGraph(code, region.summary(surroundings))
+        return StoredGraph(code, region.summary(step))
 
     for operator in (UPDATE, POISON, CHECK_MESSAGE):
         compute_readers_first(operator)
@@ -137,11 +134,5 @@ def _refuse_partitioner(settings: Mapping[str, Any]) -> None:
 def _text(gm: fx.GraphModule, inputs: Sequence[Any], settings: Mapping[str, Any]) -> str:
     """What a compiled graph depends on: the same on ranks that may share it, and other than that of other graphs."""
     kept = {name: value for name, value in settings.items() if name != "custom_partitioner_fn"}
-    described = [_described(value) for value in inputs]
-    return "\n".join([str(sorted(kept.items())), *described, gm.code])
-
-
-def _described(value: object) -> str:
-    if isinstance(value, torch.Tensor):  # ranks that use devices of their own compile for them
-        return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.device}"
-    return str(value)
+    # Ranks that use devices of their own compile for them.
+    return "\n".join([str(sorted(kept.items())), *map(described, inputs), gm.code])

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdp_compile._torch.scheduler import (
+from fsdp_compile._torch.inductor import (
     CustomSchedulerPass,
     calls_operator,
     note_dependencies,
@@ -30,7 +30,7 @@ class _SchedulerPass(CustomSchedulerPass):
     """A pass in the form that Inductor's settings, and its cache, accept."""
 
     VERSION = 2
-    """To be counted up when a pass changes, or `_torch/lowerings.py`: code in the cache was made with its version."""
+    """To be counted up when a pass changes, or `_torch/inductor.py`: code in the cache was made with its version."""
 
     def uuid(self) -> str:
         return f"fsdp_compile.{type(self).__name__}.{self.VERSION}"

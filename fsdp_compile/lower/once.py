@@ -24,7 +24,7 @@ from typing import Any, Final, TypeVar
 
 from filelock import FileLock, Timeout
 
-from fsdp_compile._torch.inductor_cache import cache_folder, cache_in, looks_into_cache
+from fsdp_compile._torch.inductor import cache_folder, cache_in, looks_into_cache
 from fsdp_compile.comm.failures import refuse_failed_elsewhere
 from fsdp_compile.comm.groups import world_timeout_s
 from fsdp_compile.lower.cache_folder import UnusableFolderError, check_folder, private_folder

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import fx
 
+from fsdp_compile.capture.flat_inputs import name_inputs
 from fsdp_compile.capture.functions import refuse_hidden_reads
-from fsdp_compile.capture.inputs import name_inputs
 from fsdp_compile.cost.memory import bytes_beside
 from fsdp_compile.errors import BudgetTooSmallError, FSDPCompileError
 from fsdp_compile.ir.graph import Phase, Record, StepGraph
-from fsdp_compile.lower.graph_text import GraphText
+from fsdp_compile.lower.compiled_regions import GraphText
+from fsdp_compile.lower.compiled_step import Compiled, CompiledStep, read_again
 from fsdp_compile.lower.progress import say, stage
-from fsdp_compile.lower.shared_plan import Compared, Follow, Graphs, Lines, collectives_of, digests, lines_of, read_in
-from fsdp_compile.lower.summary import GraphSummary
-from fsdp_compile.lower.surroundings import Surroundings
+from fsdp_compile.lower.shared_plan import Compared, Follow, Graphs, Lines, collectives_of, lines_of, read_in
 from fsdp_compile.lower.unused_outputs import Sources, gradient_sources
-from fsdp_compile.lower.wrappers import Compiled, FlatKey, read_again
 from fsdp_compile.ops.effects import erase_markers
 from fsdp_compile.partition.cast_before_gather import cast_before_gather
-from fsdp_compile.partition.gather_messages import expand_gather_messages
 from fsdp_compile.partition.partition import partition
 from fsdp_compile.partition.recompute import blocks, with_fewest
+from fsdp_compile.passes.update_in_backward import claim_gradients, release_gradients
 from fsdp_compile.pipeline import without_collections
 
 Transform = Callable[..., StepGraph]
@@ -33,20 +31,23 @@ Transform = Callable[..., StepGraph]
 Keep = Callable[[StepGraph, StepGraph], object]
 
 
-def keep_nothing(forward: StepGraph, backward: StepGraph) -> None:
-    """Leaves forward and backward as the partition made them."""
+def nothing(*_: object) -> None:
+    """What callbacks do by default: nothing is kept unsharded, compared, shown or refused."""
 
 
-def _compare_nothing(graphs: Graphs, follow: Follow) -> None:
-    """For graphs that no other rank compiles."""
+@dataclasses.dataclass(frozen=True)
+class GraphSummary:
+    """What is known of a transformed graph without its nodes: it is stored beside the graph's code.
 
+    Attributes:
+        step: What runs before and after its code.
+        compared: What ranks compare.
+        graph: For reports.
+    """
 
-def _show_nothing(graph: StepGraph | GraphText) -> None:
-    """For graphs of which no report is asked."""
-
-
-def _refuse_silently(error: FSDPCompileError) -> None:
-    """For errors that concern no other rank."""
+    step: CompiledStep
+    compared: Compared
+    graph: GraphText
 
 
 @dataclasses.dataclass
@@ -70,7 +71,7 @@ class Region:
             for the one that compiles, and all compare when they have it.
         steps: The transformed graphs, forward first; empty until AOTAutograd has traced.
         recomputed: How many blocks they compute again.
-        again: Parameter groups that are updated in backward, and that backward reads as forward does.
+        again: Parameter groups that are updated in backward, and that both graphs read.
         read: What the program reads, in its order.
         inserted: The collectives of each graph before it was planned.
         collectives: Those of each transformed graph.
@@ -81,19 +82,19 @@ class Region:
 
     flats: Mapping[int, Record]
     transform: Transform
-    keep: Keep = keep_nothing
+    keep: Keep = nothing
     number: int = 0
     may_recompute: bool = False
     shares_code: bool = False
     key: str | None = None
-    settle: Callable[[Graphs, Follow], None] = _compare_nothing
+    settle: Callable[[Graphs, Follow], None] = nothing
     may_follow: bool = False
     plan: Lines = ()
-    show: Callable[[StepGraph | GraphText], None] = _show_nothing
-    refuse: Callable[[FSDPCompileError], None] = _refuse_silently
+    show: Callable[[StepGraph | GraphText], None] = nothing
+    refuse: Callable[[FSDPCompileError], None] = nothing
     steps: list[StepGraph] = dataclasses.field(default_factory=list)
     recomputed: int = 0
-    again: frozenset[FlatKey] = frozenset()
+    again: frozenset[Hashable] = frozenset()
     read: Lines = ()
     inserted: dict[Phase, Lines] = dataclasses.field(default_factory=dict)
     collectives: dict[Phase, tuple[tuple[str, str], ...]] = dataclasses.field(default_factory=dict)
@@ -105,7 +106,7 @@ class Region:
     @property
     def tells_unused_outputs(self) -> bool:
         """Whether backward has to know which outputs the loss does not use."""
-        return self.sources is not None or any(each.surroundings.unused is not None for each in self.loaded)
+        return self.sources is not None or any(each.step.unused is not None for each in self.loaded)
 
     def partition(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Splits the joint graph and transforms both halves."""
@@ -119,6 +120,7 @@ class Region:
             )
             self._settle_now()
         self.again = read_again(*self.steps)
+        claim_gradients(*self.steps)
         return self.steps[0].gm, self.steps[1].gm
 
     def _split(self, joint: fx.GraphModule, inputs: Any, recomputed: int, kwargs: Mapping[str, Any]) -> list[StepGraph]:
@@ -201,7 +203,7 @@ class Region:
             return self._compared()
         for summary in self.loaded:
             self.show(summary.graph)
-        return {each.phase: each.compared for each in self.loaded}
+        return {each.step.phase: each.compared for each in self.loaded}
 
     def inference(self, gm: fx.GraphModule) -> None:
         """Transforms a graph that has no backward and so was never partitioned."""
@@ -210,7 +212,6 @@ class Region:
             name_inputs(gm.graph, self.flats)
             self.read = read_in(gm.graph)
             cast_before_gather(gm.graph)
-            expand_gather_messages(gm.graph)
             step = StepGraph(gm, Phase.FORWARD)
             self._remember([step])
             self.steps = self._both([step], self.plan)
@@ -224,23 +225,23 @@ class Region:
 
     def finish(self, gm: fx.GraphModule, phase: Phase, compile_graph: Callable[[], Compiled]) -> Compiled:
         """Compiles a transformed graph and adds what has to run around it."""
-        surroundings = self.surroundings(gm, phase)
+        step = self.compiled_step(gm, phase)
         with self.lowering(phase):
             compiled = compile_graph()
-        return surroundings.around(compiled)
+        return step.around(compiled)
 
-    def surroundings(self, gm: fx.GraphModule, phase: Phase) -> Surroundings:
-        """What has to run around a transformed graph, whose markers are erased: from then on it can be lowered."""
+    def compiled_step(self, gm: fx.GraphModule, phase: Phase) -> CompiledStep:
+        """What runs around a transformed graph, whose markers are erased: from then on it can be lowered."""
         step = StepGraph(gm, phase)
-        sources = self.sources if phase is Phase.BACKWARD else None
-        found = Surroundings.of(step, digests(self.collectives.get(phase, ())), self.again, sources)
+        if phase is Phase.BACKWARD:
+            release_gradients(step)
+        found = CompiledStep.of(step, self.again, self.sources if phase is Phase.BACKWARD else None)
         erase_markers(gm.graph)
         return found
 
-    def summary(self, surroundings: Surroundings) -> GraphSummary:
+    def summary(self, step: CompiledStep) -> GraphSummary:
         """What is stored beside the code of a graph."""
-        phase = surroundings.phase
-        return GraphSummary(surroundings, self._compared()[phase], self.texts[phase])
+        return GraphSummary(step, self._compared()[step.phase], self.texts[step.phase])
 
     def lowering(self, phase: Phase) -> AbstractContextManager[None]:
         """Says that a graph is being lowered."""

@@ -9,21 +9,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 import torch
 from torch import fx
 
-from fsdp_compile._torch.inductor_cache import looks_into_cache
+from fsdp_compile._torch.inductor import looks_into_cache
 from fsdp_compile._torch.stored_compiles import CAN_STORE, settings_beside_key
-from fsdp_compile._torch.tensors import OpOverload, OpOverloadPacket, is_wrapper, tree_leaves
+from fsdp_compile._torch.tensors import OpOverload, OpOverloadPacket, is_traceable_wrapper_subclass, tree_leaves
 from fsdp_compile.comm import groups
 from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.ir.graph import Record
 from fsdp_compile.layout.hosts import ranks_per_host
-from fsdp_compile.layout.spec import UnshardSpec, Update, parse
+from fsdp_compile.layout.spec import Update, parse
 from fsdp_compile.ops.embedding import LOOK_UP
 from fsdp_compile.ops.unshard import UNSHARD
 from fsdp_compile.options import SHARDING, FSDPOptions
@@ -53,16 +53,13 @@ def region_key(
         plan: The collectives of a plan that its graphs follow.
         whole: Whether the graph is all of the model.
     """
-    if not (CAN_STORE and looks_into_cache(options.inductor) and _allow_storing(options)):
+    # Artifacts are written by a compile; segments are compiled one by one; an estimate is a function of this process.
+    hardware = options.planned_for
+    estimates = hardware is not None and hardware.device.estimate is not None
+    stays_whole = options.lower == "inductor" and options.artifacts is None and not options.share_code
+    are_stored = CAN_STORE and looks_into_cache(options.inductor) and stays_whole and not estimates
+    if not are_stored or not _can_be_stored(gm, inputs):
         return None
-    if any(isinstance(value, _SYMBOLS) for value in inputs):
-        return None  # backward is compiled when it is known which sizes are open
-    if not all(map(_is_plain, _values(gm))):
-        return None  # what AOTAutograd makes of a DTensor differs between ranks (a table's rows are some of them)
-    if not _KNOWN_OPERATORS.issuperset(_namespaces(gm)):
-        return None  # AOTAutograd runs an operator's fake, and the formula of its backward: code that is in no key
-    if any(spec.update is not Update.AFTER_BACKWARD or spec.hook for spec in _reads(gm)):
-        return None  # optimizers and hooks are objects of this process
     specs = [spec for record in flats.values() for spec in record.specs]
     aliases = sorted({a for s in specs for a in (s.group, s.replicate_group, s.post_forward_group, s.reduce_group)})
     chosen = [(f.name, getattr(options, f.name)) for f in dataclasses.fields(options) if f.name not in _NOT_OF_GRAPHS]
@@ -73,51 +70,28 @@ def region_key(
         plan,
         whole,
         [(alias, groups.rank_store(alias) is not None) for alias in aliases if alias],
-        _hardware(options.planned_for),
+        _hardware(hardware),
         settings_beside_key(),
     )
     return "\n".join(map(repr, parts))
 
 
-def _allow_storing(options: FSDPOptions) -> bool:
-    # Artifacts are written by a compile; segments are compiled one by one; an estimate is a function of this process.
-    hardware = options.planned_for
-    estimates = hardware is not None and hardware.device.estimate is not None
-    return options.lower == "inductor" and options.artifacts is None and not options.share_code and not estimates
-
-
-_SYMBOLS: Final = (torch.SymInt, torch.SymFloat, torch.SymBool)
-
-
-def _nodes(gm: fx.GraphModule) -> Iterator[fx.Node]:
-    """The nodes of a graph, and of those of its checkpointed regions and branches."""
-    for part in (module for module in gm.modules() if isinstance(module, fx.GraphModule)):
-        yield from part.graph.nodes
-
-
-def _values(gm: fx.GraphModule) -> Iterator[object]:
-    """What Dynamo knows of the results of a graph."""
-    for node in _nodes(gm):
-        yield from tree_leaves(node.meta.get("example_value"))
-
-
-def _namespaces(gm: fx.GraphModule) -> Iterator[str]:
-    """Those of the operators that a graph calls."""
-    for node in _nodes(gm):
-        if isinstance(node.target, OpOverload | OpOverloadPacket):
-            yield str(node.target).partition(".")[0]
-
-
-def _is_plain(value: object) -> bool:
-    is_symbol = isinstance(value, _SYMBOLS)
-    return not (is_symbol or (isinstance(value, torch.Tensor) and is_wrapper(value)))
-
-
-def _reads(gm: fx.GraphModule) -> Iterator[UnshardSpec]:
-    """How a graph reads parameters."""
-    for node in _nodes(gm):
-        if node.target in (torch.ops.fsdp_compile.unshard, UNSHARD, LOOK_UP):
-            yield parse(next(value for value in node.args if isinstance(value, str)))
+def _can_be_stored(gm: fx.GraphModule, inputs: Sequence[object]) -> bool:
+    symbols = (torch.SymInt, torch.SymFloat, torch.SymBool)
+    # Those of its checkpointed regions and branches, too.
+    nodes = [node for part in gm.modules() if isinstance(part, fx.GraphModule) for node in part.graph.nodes]
+    values = [*inputs, *(value for node in nodes for value in tree_leaves(node.meta.get("example_value")))]
+    if any(isinstance(value, symbols) for value in values):
+        return False  # backward is compiled when it is known which sizes are open
+    if any(isinstance(value, torch.Tensor) and is_traceable_wrapper_subclass(value) for value in values[len(inputs) :]):
+        return False  # what AOTAutograd makes of a DTensor differs between ranks (a table's rows are some of them)
+    operators = [str(node.target) for node in nodes if isinstance(node.target, OpOverload | OpOverloadPacket)]
+    if not _KNOWN_OPERATORS.issuperset(operator.partition(".")[0] for operator in operators):
+        return False  # AOTAutograd runs an operator's fake, and the formula of its backward: code that is in no key
+    reads = [node for node in nodes if node.target in (torch.ops.fsdp_compile.unshard, UNSHARD, LOOK_UP)]
+    specs = [parse(next(value for value in node.args if isinstance(value, str))) for node in reads]
+    # Optimizers and hooks are objects of this process.
+    return all(spec.update is Update.AFTER_BACKWARD and not spec.hook for spec in specs)
 
 
 def _hardware(given: Hardware | None) -> tuple[str, int | None, bool, str]:

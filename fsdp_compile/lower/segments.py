@@ -45,7 +45,8 @@ def cut(graph: fx.Graph) -> list[Segment | fx.Node]:
     calls = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     for stays, run in itertools.groupby(calls, _is_run_as_it_is):
         nodes = list(run)
-        parts += nodes if stays or all(map(_makes_a_view, nodes)) else [_segment(nodes)]
+        are_views = all(node.op == "call_function" and shares_memory(node) for node in nodes)
+        parts += nodes if stays or are_views else [_segment(nodes)]
     return parts
 
 
@@ -60,10 +61,6 @@ def _is_run_as_it_is(node: fx.Node) -> bool:
     if not isinstance(node.target, OpOverload):
         return False
     return node.target.namespace in ("_c10d_functional", "fsdp_compile") or node.target._schema.is_mutable
-
-
-def _makes_a_view(node: fx.Node) -> bool:
-    return node.op == "call_function" and shares_memory(node)
 
 
 def _segment(nodes: Sequence[fx.Node]) -> Segment:
@@ -97,7 +94,7 @@ class _Written(str):
 
 
 def _type(node: fx.Node) -> str:
-    return ", ".join(map(_value, _values(node)))
+    return ", ".join(map(described, _values(node)))
 
 
 def _values(node: fx.Node) -> Iterator[Any]:
@@ -105,10 +102,11 @@ def _values(node: fx.Node) -> Iterator[Any]:
     yield from value if isinstance(value, list | tuple) else (value,)
 
 
-def _value(value: Any) -> str:
+def described(value: Any) -> str:
+    """What code depends on of a value: all but the elements of a tensor."""
     if isinstance(value, torch.Tensor):
         return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.device}"
-    return type(value).__name__
+    return str(value)
 
 
 def has_open_sizes(graph: fx.Graph) -> bool:

@@ -1,7 +1,7 @@
 """One plan for all ranks: that of the first rank, which the others follow where their own is another one.
 
-    compiled for the first time      all compare what they read, and what they plan; if plans differ, the first rank's
-                                     is followed, and compared once more
+    compiled for the first time      all compare what they read, and what they plan, with the first rank, whose plan is
+                                     followed where another one differs
     compiled again, for other sizes  nobody waits: the rank follows the plan that was noted for these reads
 
 Ranks have to read and reduce the same parameters: else all get an error. Plans may differ where they are made with
@@ -23,7 +23,7 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import fx
@@ -149,33 +149,26 @@ def _takes_known(known: Sequence[Lines], mine: Lines, follow: Follow | None) -> 
     return False
 
 
-def _exchange(places: Iterable[RankStore], mine: _Shown, follow: Follow | None) -> Lines:
-    """Takes the plan of the first rank of each group in turn, and compares it once more where plans have differed."""
+def _exchange(places: Sequence[RankStore], mine: _Shown, follow: Follow | None) -> Lines:
+    """Takes the plan of the first rank of each group in turn, and waits until all ranks have done so."""
     shown = mine
-    differing: list[tuple[RankStore, int, _Shown]] = []
-    for place in places:
-        number = next(place.compiles)
-        found = place.rendezvous().compare(number, shown.digest, shown.text)
-        if found is None:
+    rounds = [(place, place.rendezvous(), next(place.compiles)) for place in places]
+    for place, room, number in rounds:
+        text = room.first(number, shown.digest, shown.text)
+        if text is None:
             continue
-        first, second = _Shown.of_text(found.first), _Shown.of_text(found.second)
-        # Of many ranks, the two in the difference need not be those that read something else.
-        for rank, other in ((found.other, second), (place.rank, shown)):
-            if other.needs != first.needs or follow is None:
-                raise _mismatch(place.ranks, first, rank, other)
-        differing.append((place, number, first))
+        first = _Shown.of_text(text)
+        if first.needs != shown.needs or follow is None:
+            raise _mismatch(place.ranks, first, place.rank, shown)
         shown = dataclasses.replace(mine, planned=first.planned)
+        last = place
     if follow is not None and _numbered(shown.planned) != _numbered(mine.planned):
-        try:
-            shown = dataclasses.replace(mine, planned=_planned(follow(_numbered(shown.planned))))
-        except CannotFollowError as error:
-            place, _, first = differing[-1]
-            raise _mismatch(place.ranks, first, place.rank, mine) from error
-    for place, number, _ in differing:
-        found = place.rendezvous().compare(f"{number}/followed", shown.digest, shown.text)
-        if found is not None:
-            raise _mismatch(place.ranks, _Shown.of_text(found.first), found.other, _Shown.of_text(found.second))
-        place.rendezvous().forget(number)
+        with suppress(CannotFollowError):
+            mine = dataclasses.replace(mine, planned=_planned(follow(_numbered(shown.planned))))
+        if _numbered(shown.planned) != _numbered(mine.planned):
+            raise _mismatch(last.ranks, shown, last.rank, mine)
+    for _, room, number in rounds:
+        room.meet(number)
     return shown.planned
 
 
@@ -261,15 +254,6 @@ def _places(aliases: Iterable[str]) -> list[RankStore]:
         if (place := groups.rank_store(alias)) is not None:
             found.setdefault(place.ranks, place)
     return [place for ranks, place in found.items() if not any({*ranks} < {*other} for other in found)]
-
-
-def digests(planned: Iterable[tuple[str, str]]) -> dict[str, int]:
-    """For each group on which a transformed graph communicates, a number that stands for its collectives on it."""
-    by_alias: dict[str, list[str]] = {}
-    for alias, line in planned:
-        by_alias.setdefault(alias, []).append(line)
-    with_ranks = {alias: lines for alias, lines in by_alias.items() if groups.rank_store(alias) is not None}
-    return {alias: int(digest_of("\n".join(numbered(lines)))[:14], 16) for alias, lines in with_ranks.items()}
 
 
 def collectives_of(step: StepGraph) -> tuple[tuple[str, str], ...]:

@@ -3,33 +3,38 @@
 AOTAutograd differentiates a graph as a whole, and autograd gives it zeros for the outputs that a loss leaves out; its
 backward makes zeros of them, with which optimizers decay parameters, and move them by their momentum. Here the
 backward is told which outputs have no gradient. It computes with zeros all the same, since the gradients of several
-parameters travel in one message, and says which parameters have nothing but these zeros. They are dropped at the end
-of the backward, where ranks compare: another rank's loss may use the output (`runtime/unused_params.py`).
+parameters travel in one message. Another rank's loss may use the output: ranks tell each other before each backward of
+a graph for which it makes a difference, and parameters whose outputs no rank uses get no gradient.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import sympy
 import torch
 from torch import fx
 
-from fsdp_compile._torch.autograd import leave_unused_undefined
+from fsdp_compile._torch.distributed import largest
+from fsdp_compile.comm import groups
+from fsdp_compile.comm.failures import explained
 from fsdp_compile.ir.graph import Role, StepGraph, require, role_of
-from fsdp_compile.ir.queries import GRADIENTS_OF_READS, read_text
+from fsdp_compile.ir.queries import GRADIENTS_OF_READS, flat_of, read_text
 from fsdp_compile.layout.spec import parse
-from fsdp_compile.lower.wrappers import Compiled, FlatKey, flat_key, tangents_of
-from fsdp_compile.runtime.units import FSDPParamGroup
-from fsdp_compile.runtime.unused_params import ask
 
 Size: TypeAlias = "int | sympy.Expr"
-Sources: TypeAlias = Mapping[tuple[FlatKey, int], frozenset[str]]
+Sources: TypeAlias = Mapping[tuple[Hashable, int], frozenset[str]]
 """By parameter group and offset: from the gradients of which outputs, by the names of their inputs, a gradient is."""
 _LOCAL = frozenset({"aten", "prims", "fsdp_compile"})
 """Namespaces of operators that do not communicate before the passes have run."""
+
+
+def tangents_of(step: StepGraph) -> list[int]:
+    """Positions of the gradients of outputs among a backward graph's inputs."""
+    placeholders = enumerate(step.graph.find_nodes(op="placeholder"))
+    return [i for i, node in placeholders if node.name.startswith("tangents")]
 
 
 def gradient_sources(backward: StepGraph) -> Sources | None:
@@ -50,29 +55,23 @@ def gradient_sources(backward: StepGraph) -> Sources | None:
         bits.setdefault(node, 0)
         for given in node.all_input_nodes:
             bits[node] |= bits[given]
-    params: dict[tuple[FlatKey, int], int] = {}
+    params: dict[tuple[Hashable, int], int] = {}
     for marker in (node for node in backward.graph.nodes if node.target in GRADIENTS_OF_READS):
-        key = flat_key(require(marker.args[0])), parse(read_text(marker)).offset
+        key = flat_of(require(marker.args[0])), parse(read_text(marker)).offset
         params[key] = params.get(key, 0) | bits[marker]
     if {*params.values()} <= {0, (1 << len(tangents)) - 1}:
         return None
-    if any(map(_may_communicate, backward.graph.nodes)) or not _has_known_sizes(placeholders, tangents):
+    # Functions of Python, on sizes, have no namespace.
+    namespaces = {getattr(node.target, "namespace", "aten") for node in backward.graph.nodes}
+    known = {expression for expression, _ in _sizes_among(placeholders)}
+    symbols = {symbol for node in tangents for size in _layout(node) for symbol in sympy.sympify(size).free_symbols}
+    if not namespaces <= _LOCAL or not symbols <= known:
         return None
     return {
         key: frozenset(tangent.name for i, tangent in enumerate(tangents) if mask >> i & 1)
         for key, mask in params.items()
         if mask
     }
-
-
-def _may_communicate(node: fx.Node) -> bool:
-    return getattr(node.target, "namespace", "aten") not in _LOCAL  # functions of Python, on sizes, have none
-
-
-def _has_known_sizes(placeholders: Sequence[fx.Node], tangents: Sequence[fx.Node]) -> bool:
-    known = {expression for expression, _ in _sizes_among(placeholders)}
-    symbols = {symbol for node in tangents for size in _layout(node) for symbol in sympy.sympify(size).free_symbols}
-    return symbols <= known
 
 
 def _sizes_among(placeholders: Sequence[fx.Node]) -> tuple[tuple[sympy.Expr, int], ...]:
@@ -124,56 +123,47 @@ class UnusedOutputs:
         """For the transformed backward, whose inputs have kept their names."""
         placeholders = step.graph.find_nodes(op="placeholder")
         place = {node.name: i for i, node in enumerate(placeholders)}
-        flats = {flat_key(require(node)): i for i, node in enumerate(placeholders) if role_of(node) is Role.FLAT}
+        flats = {flat_of(require(node)): i for i, node in enumerate(placeholders) if role_of(node) is Role.FLAT}
         found: dict[int, dict[int, frozenset[int]]] = {}
         for (key, offset), names in sources.items():
             found.setdefault(flats[key], {})[offset] = frozenset(place[name] for name in names)
-        gradients = tuple(_output_gradient(placeholders[i], i) for i in tangents_of(step))
+        tangents = [(i, placeholders[i], placeholders[i].meta["val"]) for i in tangents_of(step)]
+        gradients = tuple(OutputGradient(i, _layout(node), made.dtype, made.device) for i, node, made in tangents)
         return UnusedOutputs(gradients, _sizes_among(placeholders), found)
 
-    def fill(self, args: list[Any]) -> frozenset[int]:
+    def find(
+        self, args: list[Any], ranks: Mapping[int, tuple[str, ...]], waiting: Mapping[int, Collection[int]]
+    ) -> dict[int, set[int]]:
+        """Puts zeros in the place of gradients that are undefined; finds what no rank's loss depends on.
+
+        Args:
+            args: Of the backward.
+            ranks: Names of the groups of ranks that call this together, for each flat parameter, by position.
+            waiting: Offsets of the parameters that have gradients of earlier backwards, which this one adds.
+
+        Returns:
+            Offsets of parameters, by flat parameter.
+        """
+        missing = self._fill(args)
+        # By parameter, since ranks may return other outputs, or the same in another order.
+        params: dict[tuple[str, ...], list[tuple[int, int]]] = {}
+        for flat in sorted(ranks):
+            params.setdefault(ranks[flat], []).extend((flat, offset) for offset in sorted(self.sources[flat]))
+        found: dict[int, set[int]] = {flat: set() for flat in ranks}
+        for names, keys in params.items():
+            used = [int(not self.sources[flat][at] <= missing or at in waiting[flat]) for flat, at in keys]
+            for place in filter(None, map(groups.rank_store, names)):
+                with explained("where ranks compare which outputs their losses use"):
+                    used = largest(used, groups.comparing_group(place))
+            for (flat, offset), is_used in zip(keys, used, strict=True):
+                if not is_used:
+                    found[flat].add(offset)
+        return found
+
+    def _fill(self, args: list[Any]) -> frozenset[int]:
         """Puts zeros in the place of gradients that are undefined; returns their positions."""
         missing = [each for each in self.gradients if args[each.position] is None]
         sizes = {expression: args[i] for expression, i in self.sizes} if missing else {}
         for each in missing:
             args[each.position] = each.zeros(sizes)
         return frozenset(each.position for each in missing)
-
-
-def _output_gradient(node: fx.Node, position: int) -> OutputGradient:
-    value = node.meta["val"]
-    return OutputGradient(position, _layout(node), value.dtype, value.device)
-
-
-def note_unused(compiled: Compiled, outputs: UnusedOutputs) -> Compiled:
-    """Wraps a compiled backward that gets `None` for outputs that are not used."""
-
-    def run(args: list[Any]) -> Any:
-        unused = outputs.fill(args)
-        if not unused:
-            return compiled(args)
-        # A copy by saved-tensor hooks is of no group: all parameters that it has get gradients.
-        groups = {i: group for i in outputs.sources if (group := FSDPParamGroup.of(args[i])) is not None}
-        for i, group in groups.items():
-            group.grads.begin_unused(frozenset(at for at, of in outputs.sources[i].items() if of <= unused))
-            if group.grads.unused:
-                ask(group)
-        try:
-            return compiled(args)
-        finally:
-            for group in groups.values():
-                group.grads.unused, group.grads.unused_by_all = frozenset(), None
-
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
-
-
-def tell_backward(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps what AOTAutograd made of a graph so that its backward gets `None` for outputs that are not used."""
-
-    def run(*args: Any) -> Any:
-        outputs = compiled(*args)
-        leave_unused_undefined(args, outputs)
-        return outputs
-
-    return run

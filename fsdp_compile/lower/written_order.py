@@ -8,6 +8,11 @@
 Both are read as a list of calls: starts and waits of collectives, and beside them the package's own operators, matmuls
 and attention, each kind if the code calls it as often as the graph has it. What Inductor writes a kernel for has no
 place of its own in the code, so it is not compared.
+
+For CUDA graphs Inductor cuts its code into functions, and records each by itself; what the host takes part in runs
+between them each time. To record few functions, Inductor moves what it can to one side of such an operator (an update
+in backward behind the whole backward), and a function ends at one that cannot be moved, also if a collective is under
+way, which CUDA refuses to record.
 """
 
 from __future__ import annotations
@@ -22,7 +27,6 @@ from torch import fx
 
 from fsdp_compile._torch.tensors import OpOverload
 from fsdp_compile.errors import ConfigError, InvariantError
-from fsdp_compile.lower import recorded_parts
 from fsdp_compile.verify.report import describe
 
 _WAIT = "wait_tensor"
@@ -37,6 +41,8 @@ _CALL = re.compile(
     re.M,
 )
 _NAME = re.compile(r"\b(?!reinterpret_tensor\b)[a-zA-Z_]\w*")
+_CALLED = re.compile(r"self\.partitions\[(\d+)\]\(")
+_HOST = re.compile(r"torch\.ops\.(\w+\.\w+)\.\w+\(")
 _NEAR = 3
 """Calls that an error shows before and after the first one that is out of place."""
 
@@ -147,8 +153,8 @@ def compare(planned: Sequence[Call], code: str, phase: str) -> list[str]:
         InvariantError: With the calls around the first one that is out of place.
         ConfigError: If CUDA graphs are the reason, or cannot be recorded of this code.
     """
-    is_cut = recorded_parts.is_cut(code)
-    written = written_calls(recorded_parts.in_one_function(code) if is_cut else code)
+    is_cut = "def partition_0(" in code
+    written = written_calls("\n".join(text for _, text in _pieces(code)) if is_cut else code)
     if not written:
         return []
     in_plan, in_code = (Counter(call.operator for call in calls) for calls in (planned, written))
@@ -157,9 +163,12 @@ def compare(planned: Sequence[Call], code: str, phase: str) -> list[str]:
     place = next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
     is_other = place < max(len(left), len(right))
     around = "\n".join(["planned:", *_near(left, place), "written:", *_near(right, place)])
-    if is_cut and (is_other or _waits_elsewhere(code)):
+    # Whether a collective is started in one CUDA graph, or outside of them, and waited for in another.
+    calls = (call for _, piece in (_pieces(code) if is_cut else ()) for call in written_calls(piece))
+    waits_elsewhere = any(call.operator == _WAIT and call.waits_for is None for call in calls)
+    if is_cut and (is_other or waits_elsewhere):
         raise ConfigError(
-            f"the {phase} graph calls {', '.join(recorded_parts.not_recorded(code))}, which no CUDA graph can record: "
+            f"the {phase} graph calls {', '.join(not_recorded(code))}, which no CUDA graph can record: "
             "Inductor has moved it away from its place, or divided the graph there while a collective is under way",
             where=f"CUDA graphs, by options={{'inductor': ...}} or mode=...\n{around if is_other else ''}".strip(),
             instead="leave CUDA graphs out, or what brings the operator: step_in_backward(), 'embedding': 'sharded', "
@@ -175,12 +184,27 @@ def compare(planned: Sequence[Call], code: str, phase: str) -> list[str]:
     return compared
 
 
-def _waits_elsewhere(code: str) -> bool:
-    """Whether a collective is started in one CUDA graph, or outside of them, and waited for in another."""
-    calls = (call for piece in recorded_parts.pieces(code) for call in written_calls(piece))
-    return any(call.operator == _WAIT and call.waits_for is None for call in calls)
-
-
 def _near(calls: Sequence[Call], place: int) -> list[str]:
     first = max(place - _NEAR, 0)
     return [f"  {'>' if i == place else ' '} {calls[i].text}" for i in range(first, min(place + _NEAR, len(calls)))]
+
+
+def not_recorded(code: str) -> list[str]:
+    """Names of the operators that run outside of CUDA graphs, each once."""
+    outside = (name for is_recorded, text in _pieces(code) if not is_recorded for name in _HOST.findall(text))
+    return list(dict.fromkeys(outside))
+
+
+def _pieces(code: str) -> Iterator[tuple[bool, str]]:
+    """What is recorded by itself, or runs by itself, in its order: whether it is recorded, and its text."""
+    between: list[str] = []
+    for line in code[code.index("def call(") :].splitlines():
+        called = _CALLED.search(line)
+        if called is None:
+            between.append(line)
+            continue
+        yield False, "\n".join(between)
+        between = []
+        body = code.partition(f"def partition_{called[1]}(")[2]
+        yield True, re.split(r"\n(?=\S)", body, maxsplit=1)[0]
+    yield False, "\n".join(between)

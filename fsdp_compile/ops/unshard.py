@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 
 from fsdp_compile._torch.distributed import collectives
-from fsdp_compile._torch.tracing import is_in_eager_cond, is_tracing_python
-from fsdp_compile.errors import UnsupportedModelError
+from fsdp_compile._torch.dynamo import is_tracing_python
 from fsdp_compile.layout.averaging import scaling
 from fsdp_compile.layout.messages import EagerBuilder, full_parameter, gradient_rows, inverse
 from fsdp_compile.layout.spec import GradPlacement, UnshardSpec, parse
@@ -85,14 +84,6 @@ _READS = "_fsdp_reads"
 
 def _empty(flat: torch.Tensor, spec: str) -> torch.Tensor:
     read = parse(spec)
-    if is_in_eager_cond():
-        raise UnsupportedModelError(
-            "a branch of torch.cond() reads a parameter in a forward that is not compiled: ranks that take another "
-            "branch would not gather it, and it would get no gradient instead of zeros",
-            where=f"torch.cond(), a parameter of shape {'x'.join(map(str, read.shape))}",
-            instead="torch.compile(model, backend='fsdp'), where all ranks gather what both branches read, or read it "
-            "before (weight = self.weight), and use the local name in the branch",
-        )
     device = read.compute or flat.device
     if not read.order:
         return flat.new_empty(read.shape, dtype=read.param_dtype, device=device)

@@ -1,4 +1,4 @@
-"""`clip_grad_norm_`: one norm over sharded and plain gradients alike.
+"""`clip_grad_norm_`: one norm over sharded and plain gradients.
 
 Each rank takes the norm of its part; sums of powers (or maxima) are reduced in one all-reduce per process group, and
 the coefficient is applied without a synchronization of the host.
@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile._torch.tensors import by_device_and_dtype, foreach_mul_, foreach_norm, local_tensor
+from fsdp_compile._torch.tensors import by_device_and_dtype, foreach_mul_, foreach_norm
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.runtime import update_in_backward
-from fsdp_compile.runtime.replaced_params import current
+from fsdp_compile.fsdp2.shards import local_of
+from fsdp_compile.fsdp2.updates import refuse_whole_gradients
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,11 +34,6 @@ class Spread:
 
     groups: tuple[dist.ProcessGroup, ...] = ()
     device: torch.device | None = None
-
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a tensor on this rank, which writes in place reach."""
-    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def spread_of(parameter: torch.Tensor) -> Spread:
@@ -89,7 +84,7 @@ def clip_grad_norm_(
         gradients' dtypes promote (float32 if there are none). It is accumulated in float32 or better.
 
     Raises:
-        ConfigError: If `norm_type` is not positive, a parameter is a `Partial` DTensor, or one is updated in backward.
+        ConfigError: If `norm_type` is not positive, a parameter is a `Partial` DTensor, or is updated in backward.
         RuntimeError: If asked for, when the norm is not finite.
     """
     p = float(norm_type)
@@ -100,7 +95,7 @@ def clip_grad_norm_(
             instead="a positive number, or math.inf",
         )
     parameters = _parameters(model_or_parameters)
-    update_in_backward.refuse_whole_gradients(
+    refuse_whole_gradients(
         parameters,
         where="clip_grad_norm_()",
         instead="flat_step(optimizer) in place of step_in_backward(optimizer), or no clipping by the norm of all",
@@ -111,18 +106,16 @@ def clip_grad_norm_(
         raise RuntimeError(f"the norm of order {p:g} of the gradients is {total.item()}, so nothing was clipped")
     coefficient = (max_norm / (total + _EPSILON)).clamp(max=1.0)
     for (device, dtype), same in by_device_and_dtype(gradients).items():
-        foreach_mul_(same, coefficient.to(device=device, dtype=dtype))
+        foreach_mul_(same, coefficient.to(device=device, dtype=dtype.to_real()))
     dtypes = {g.dtype.to_real() for g in gradients} or {torch.float32}
     return total.to(functools.reduce(torch.promote_types, dtypes))
 
 
 def _parameters(given: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Parameters in their order, each once, replaced ones as their successors."""
+    """Parameters in their order, each once."""
     if isinstance(given, nn.Module):
         given = given.parameters()
-    elif isinstance(given, torch.Tensor):
-        given = [given]
-    return list(dict.fromkeys(current(parameter) for parameter in given))
+    return [given] if isinstance(given, torch.Tensor) else list(dict.fromkeys(given))
 
 
 def _total_norm(parameters: Sequence[torch.Tensor], p: float) -> torch.Tensor:

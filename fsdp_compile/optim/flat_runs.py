@@ -1,7 +1,8 @@
-"""Neighbouring parameters of a flat parameter that an optimizer can update as one plain tensor."""
+"""Parameters whose shards are neighbours in memory, which an optimizer can update as one plain tensor."""
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
@@ -10,34 +11,31 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch.autograd import allow_any_gradient_dtype
-from fsdp_compile._torch.tensors import local_tensor, make_dtensor, memory_id
-from fsdp_compile.runtime.replaced_params import is_number
-from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup
+from fsdp_compile._torch.tensors import foreach_copy_, local_tensor, make_dtensor, memory_id
+from fsdp_compile.fsdp2.shards import is_number
 
 State = MutableMapping[Any, Any]
 
 
 class Run:
-    """Neighbouring parameters of one flat parameter that are updated together, as one plain tensor.
+    """Sharded parameters that are updated together, as one plain tensor: the memory of their shards, without a gap.
 
     The optimizer's state of the run is one tensor per kind; each parameter's own state consists of views of it, as
     DTensors, and of copies of its numbers, so that state dicts look as they would without runs.
 
     Attributes:
-        params: A single one may be updated by any contiguous gradient.
-        tensor: The plain tensor, in the memory of the flat parameter.
+        params: A run of one is this rank's part of a parameter, in its own shape.
+        tensor: The plain tensor.
         state: The optimizer's state of `tensor`.
     """
 
-    def __init__(self, params: Sequence[FSDPParam], known: State) -> None:
+    def __init__(self, params: Sequence[DTensor], known: State) -> None:
         self.params = tuple(params)
-        first, last = self.params[0].spec, self.params[-1].spec
-        self._begin, self._end = first.offset, last.offset + last.extent
-        # Detached from the group's `flat_param`: a write that changes its version would fail a backward that saved it.
-        self.tensor = self.params[0].sharded_view.detach()
-        if len(self.params) > 1:
-            self.tensor = self._span_of(self.tensor)
-        self.state: dict[Any, Any] = self._joined([known.get(s.parameter, {}) for s in self.params])
+        locals_ = [local_tensor(param) for param in params]
+        self._sizes = [local.numel() for local in locals_]
+        # Detached: a write that changes the version of a tensor would fail a backward that saved it.
+        self.tensor = locals_[0].detach() if len(params) == 1 else _span(locals_)
+        self.state: dict[Any, Any] = self._joined([known.get(param, {}) for param in params])
         self._shown: dict[Any, int] = {}
         self._given: tuple[dict[Any, Any], ...] = ()
         self._given_values: tuple[tuple[Any, ...], ...] = ()
@@ -46,14 +44,11 @@ class Run:
         self.show(known)
 
     def is_known(self, state: State) -> bool:
-        """Whether no parameter was replaced, and the state of each is what `show` made of the run's."""
-        if any(local_tensor(param.dtensor) is not param.sharded_view for param in self.params):
-            return False
+        """Whether the state of each parameter is what `show` made of the run's: users reset moments, or count steps."""
         if not self._given:
-            return not any(state.get(param.parameter) for param in self.params)
-        if any(state.get(s.parameter) is not given for s, given in zip(self.params, self._given, strict=True)):
+            return not any(state.get(param) for param in self.params)
+        if any(state.get(param) is not given for param, given in zip(self.params, self._given, strict=True)):
             return False
-        # Users reset moments, or write into counts of steps.
         return all(map(_are_same, self._given, self._given_values)) and all(
             numbers._version == self._versions[key] for key, numbers in self._numbers.items()
         )
@@ -63,69 +58,55 @@ class Run:
         now = {key: id(value) for key, value in self.state.items()}
         if now != self._shown:
             self._shown = now
-            self._numbers = {key: self._number_each(v) for key, v in self.state.items() if self._is_number(key, v)}
-            self._given = tuple(
-                {k: self._part(k, v, i) for k, v in self.state.items()} for i in range(len(self.params))
-            )
+            self._numbers = {
+                # One would count a step once for each parameter in an optimizer without runs.
+                key: value.expand(len(self.params), *value.shape).clone()
+                for key, value in self.state.items()
+                if isinstance(value, torch.Tensor) and (value.shape != self.tensor.shape or is_number(key, value))
+            }
+            parts = {key: self._parts(key, value) for key, value in self.state.items()}
+            self._given = tuple({key: each[place] for key, each in parts.items()} for place in range(len(self.params)))
             self._given_values = tuple(tuple(given.values()) for given in self._given)
             for param, given in zip(self.params, self._given, strict=True):
-                state[param.parameter] = given
+                state[param] = given
         for key, numbers in self._numbers.items():
             numbers.copy_(self.state[key])
             self._versions[key] = numbers._version
 
-    def take_gradient(self) -> bool:
-        """Sets the gradient of the run's tensor, if those of the parameters lie in memory as the parameters do."""
-        gradients = [local_tensor(param.parameter.grad) for param in self.params]  # type: ignore[arg-type]
-        first = gradients[0]
-        if len(self.params) == 1:
-            if first.dtype != self.tensor.dtype:
-                allow_any_gradient_dtype(self.tensor)
-            self.tensor.grad = first
-            return True
-        start, storage = first.storage_offset() - self._begin, memory_id(first)
-        for param, gradient in zip(self.params, gradients, strict=True):
-            if (
-                gradient.storage_offset() - param.spec.offset != start
-                or not gradient.is_contiguous()
-                or gradient.dtype != self.tensor.dtype
-                or memory_id(gradient) != storage
-            ):
-                return False
-        if (start + self._end) * first.element_size() > first.untyped_storage().nbytes():
-            return False
-        self.tensor.grad = self._span_of(first)
-        return True
+    def take_gradient(self) -> None:
+        """Sets the gradient of the run's tensor: the memory of the parameters' own, or a copy where that has gaps."""
+        gradients = [local_tensor(param.grad) for param in self.params]  # type: ignore[arg-type]
+        gradient = gradients[0]
+        if len(gradients) > 1 and all(itertools.starmap(_follows, itertools.pairwise(gradients))):
+            gradient = _span(gradients)
+        elif len(gradients) > 1:
+            gradient = torch.empty_like(self.tensor, dtype=gradient.dtype)
+            parts = zip(self._split(gradient), gradients, strict=True)
+            foreach_copy_([part.view(own.shape) for part, own in parts], gradients)
+        if gradient.dtype != self.tensor.dtype:
+            allow_any_gradient_dtype(self.tensor)
+        self.tensor.grad = gradient
 
     def drop_gradient(self) -> None:
         """Clears the gradient of the run's tensor, which belongs to the parameters."""
         self.tensor.grad = None
 
-    def _span_of(self, first: torch.Tensor) -> torch.Tensor:
-        """All elements from the first parameter's first to the last parameter's end."""
-        # Padding included: it is zero, as is its gradient, and elementwise updates do not change that.
-        return first.as_strided((self._end - self._begin,), (1,), first.storage_offset())
+    def _split(self, value: torch.Tensor) -> Sequence[torch.Tensor]:
+        return value.split(self._sizes)
 
-    def _is_number(self, key: Any, value: Any) -> bool:
-        """Whether a value of the run's state is a tensor that says the same of all of its elements."""
-        return isinstance(value, torch.Tensor) and (value.shape != self.tensor.shape or is_number(key, value.shape))
-
-    def _number_each(self, value: torch.Tensor) -> torch.Tensor:
-        """Memory for a number of each parameter: one would count a step once for each in an optimizer without runs."""
-        return value.expand(len(self.params), *value.shape).clone()
-
-    def _part(self, key: Any, value: Any, place: int) -> Any:
-        """The part of a value of the run's state that belongs to the parameter at `place`."""
+    def _parts(self, key: Any, value: Any) -> Sequence[Any]:
+        """What of a value of the run's state belongs to each parameter."""
         if key in self._numbers:
-            return self._numbers[key][place]
+            return self._numbers[key].unbind()
         if not isinstance(value, torch.Tensor):
-            return value
-        param = self.params[place]
-        if len(self.params) > 1:
-            start = param.spec.offset - self._begin
+            return [value] * len(self.params)
+        if len(self.params) == 1:
+            return [make_dtensor(value, self.params[0])]
+        return [
             # With a storage of its own: a DTensor cannot be copied whose storage begins before it does.
-            value = torch.from_dlpack(value[start : start + param.sharded_view.numel()].view(param.sharded_size))
-        return make_dtensor(value, param.dtensor)
+            make_dtensor(torch.from_dlpack(part.view(local_tensor(param).shape)), param)
+            for part, param in zip(self._split(value), self.params, strict=True)
+        ]
 
     def _joined(self, states: Sequence[State]) -> dict[Any, Any]:
         """The run's state out of that of its parameters."""
@@ -134,37 +115,58 @@ class Run:
             if not isinstance(value, DTensor):
                 # A clone of the step count: parameters that were in a run with these may miss the next step.
                 joined[key] = value.clone() if isinstance(value, torch.Tensor) else value
-            elif len(self.params) == 1:
+            elif len(states) == 1:
                 joined[key] = local_tensor(value)
             else:
-                whole = torch.zeros_like(self.tensor, dtype=value.dtype)
-                for param, state in zip(self.params, states, strict=True):
-                    start = param.spec.offset - self._begin
-                    whole[start : start + param.sharded_view.numel()] = local_tensor(state[key]).reshape(-1)
-                joined[key] = whole
+                joined[key] = torch.cat([local_tensor(state[key]).reshape(-1) for state in states])
         return joined
 
 
-def neighbours(params: Sequence[tuple[FSDPParamGroup, FSDPParam]], state: State) -> Iterator[Sequence[FSDPParam]]:
-    """Splits parameters into runs.
+def neighbours(params: Sequence[DTensor], state: State) -> Iterator[Sequence[DTensor]]:
+    """Splits parameters that have gradients into runs, those of one memory together.
 
     Args:
-        params: With their parameter groups, by group and offset.
+        params: In the optimizer's order.
         state: The optimizer's state by parameter.
     """
-    run: list[FSDPParam] = []
-    before: FSDPParamGroup | None = None
-    for group, param in params:
-        fits = run and group is before and run[-1].spec.offset + run[-1].spec.extent == param.spec.offset
-        # A run has one count of steps.
-        if fits and _same_numbers(state.get(run[-1].parameter, {}), state.get(param.parameter, {})):
+    first: dict[int, int] = {}
+    for param in params:
+        first.setdefault(memory_id(param), len(first))
+    run: list[DTensor] = []
+    for param in sorted(params, key=lambda p: (first[memory_id(p)], local_tensor(p).storage_offset())):
+        if run and _fit(run[-1], param, state):
             run.append(param)
             continue
         if run:
             yield run
-        run, before = [param], group
+        run = [param]
     if run:
         yield run
+
+
+def _fit(one: DTensor, other: DTensor, state: State) -> bool:
+    assert one.grad is not None
+    assert other.grad is not None
+    follows = _follows(local_tensor(one), local_tensor(other)) and one.grad.dtype == other.grad.dtype
+    # A run has one count of steps.
+    return follows and _same_numbers(state.get(one, {}), state.get(other, {}))
+
+
+def _follows(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether the memory of a tensor begins where that of another one ends."""
+    return (
+        other.storage_offset() == one.storage_offset() + one.numel()
+        and memory_id(one) == memory_id(other)
+        and one.dtype == other.dtype
+        and one.is_contiguous()
+        and other.is_contiguous()
+    )
+
+
+def _span(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The memory of tensors each of which follows the one before it, as one vector."""
+    size = sum(tensor.numel() for tensor in tensors)
+    return tensors[0].detach().as_strided((size,), (1,), tensors[0].storage_offset())
 
 
 def _are_same(given: Mapping[Any, Any], values: Sequence[Any]) -> bool:

@@ -9,12 +9,8 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from fsdp_compile._torch.tensors import by_device_and_dtype, unscale_and_check
-from fsdp_compile.errors import ConfigError
-from fsdp_compile.layout.spec import Update
-from fsdp_compile.optim.clip import local_of
-from fsdp_compile.runtime import update_in_backward
-from fsdp_compile.runtime.replaced_params import current
-from fsdp_compile.runtime.units import FSDPParamGroup
+from fsdp_compile.fsdp2.shards import local_of
+from fsdp_compile.fsdp2.updates import refuse_whole_gradients
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -34,16 +30,6 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(device, **kwargs)
         self.process_group = process_group
 
-    def scale(self, outputs: Any) -> Any:
-        """As `torch.amp.GradScaler.scale`; raises `ConfigError` if an optimizer updates parameters in backward."""
-        if self.is_enabled() and any(flat.update_state.update is Update.IN_BACKWARD for flat in FSDPParamGroup.alive()):
-            raise ConfigError(
-                "a GradScaler scales a loss, and an update in backward would take the scaled gradients",
-                where="GradScaler.scale() with step_in_backward()",
-                instead=update_in_backward.WITHOUT_SCALER,
-            )
-        return super().scale(outputs)
-
     def _unscale_grads_(
         self,
         optimizer: Optimizer,
@@ -52,9 +38,11 @@ class GradScaler(torch.amp.GradScaler):
         allow_fp16: bool,  # noqa: FBT001
     ) -> dict[torch.device, torch.Tensor]:
         # The one place that torch's unscale_() and step(), of fused optimizers too, go through on 2.11 to 2.15.
-        parameters = [current(p) for group in optimizer.param_groups for p in group["params"]]
-        update_in_backward.refuse_whole_gradients(
-            parameters, where="GradScaler", instead=update_in_backward.WITHOUT_SCALER
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        refuse_whole_gradients(
+            parameters,
+            where="GradScaler with step_in_backward()",
+            instead="bfloat16, which needs no scaling; or flat_step(optimizer) in place of step_in_backward(optimizer)",
         )
         gradients = [_dense(p.grad) for p in parameters if p.grad is not None]
         if not allow_fp16 and any(g.dtype == torch.float16 for g in gradients):

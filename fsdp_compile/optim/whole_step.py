@@ -18,16 +18,13 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch.autograd import allow_any_gradient_dtype
 from fsdp_compile._torch.tensors import local_tensor
-from fsdp_compile.comm.gather import Receivers, gather_whole
 from fsdp_compile.errors import ConfigError
+from fsdp_compile.fsdp2.shards import full_value, is_number, own_part, shard_like
 from fsdp_compile.optim.flat_step import ELEMENTWISE
 from fsdp_compile.optim.group_values import Rewound, Values, difference, values_of
-from fsdp_compile.runtime import loaded_state
-from fsdp_compile.runtime.extended_reads import refuse_extended
-from fsdp_compile.runtime.refused_optimizers import SEES_WHOLE
-from fsdp_compile.runtime.replaced_params import is_number, shard_like
-from fsdp_compile.runtime.units import FSDPParam, sharded_parameters
 
+_WHOLE = "_fsdp_whole"
+"""Attribute of an optimizer that `whole_step` has changed."""
 PER_PARAMETER = (*ELEMENTWISE, optim.ASGD, optim.Adafactor, optim.Muon)
 """torch's optimizers whose update of a parameter depends on that parameter's value, gradient and state alone."""
 Chosen = TypeVar("Chosen", bound=optim.Optimizer)
@@ -43,7 +40,7 @@ def whole_step(optimizer: Chosen, *, per_parameter: bool = False) -> Chosen:
     all others. All ranks step together.
 
     Args:
-        optimizer: Made before or after the model was sharded. It is changed.
+        optimizer: Of a sharded model. It is changed.
         per_parameter: Asserts of an optimizer that is not torch's that its update of a parameter depends on the value,
             the gradient and the state of that parameter alone, and on what its group says, as a count of steps.
 
@@ -54,25 +51,19 @@ def whole_step(optimizer: Chosen, *, per_parameter: bool = False) -> Chosen:
         ConfigError: For an optimizer that is not known to update each parameter by itself; in a step, if it shows that
             it does not.
     """
-    if isinstance(optimizer, optim.LBFGS):
-        raise ConfigError(
-            "LBFGS looks at all parameters together, and whole_step() shows an optimizer one at a time",
-            where="whole_step(optimizer)",
-            instead="LBFGS of the sharded parameters as it is; or torch.optim.AdamW",
-        )
     if not per_parameter and type(optimizer) not in PER_PARAMETER:
         raise ConfigError(
             f"{type(optimizer).__name__} is not known to update each parameter by itself",
             where="whole_step(optimizer)",
             instead=f"one of {', '.join(c.__name__ for c in PER_PARAMETER)}; or per_parameter=True if you are sure",
         )
-    if SEES_WHOLE not in vars(optimizer):
+    if _WHOLE not in vars(optimizer):
         inner = optimizer.step
 
         def step(self: optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             return _step(self, inner, closure)
 
-        setattr(optimizer, SEES_WHOLE, True)
+        setattr(optimizer, _WHOLE, True)
         # A method, since learning rate schedulers wrap `step.__func__`.
         optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
     return optimizer
@@ -85,23 +76,19 @@ def _step(optimizer: optim.Optimizer, inner: Callable[[], Any], closure: Callabl
     if closure is not None:
         with torch.enable_grad():
             loss = closure()
-    loaded_state.prepare(optimizer)
-    sharded = sharded_parameters()
     groups, state = optimizer.param_groups, optimizer.state
     given = [group["params"] for group in groups]
-    seen = [sharded[p] for parameters in given for p in parameters if p in sharded]
-    refuse_extended(seen, "whole_step(optimizer)", instead="the optimizer without whole_step()")
     try:
         others = []
         for group, parameters in zip(groups, given, strict=True):
             optimizer.param_groups = [group]
             rewound, left = Rewound(group), None
             for parameter in parameters:
-                if parameter in sharded and parameter.grad is not None:
+                if isinstance(parameter, DTensor) and parameter.grad is not None:
                     rewound.rewind()
-                    state[parameter] = _update(optimizer, inner, sharded[parameter], state.get(parameter, {}))
+                    state[parameter] = _update(optimizer, inner, parameter, state.get(parameter, {}))
                     left = _same_values(optimizer, group, left)
-            group["params"] = [parameter for parameter in parameters if parameter not in sharded]
+            group["params"] = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
             if group["params"]:
                 rewound.rewind()
                 others.append(group)
@@ -132,31 +119,23 @@ def _same_values(optimizer: optim.Optimizer, group: dict[str, Any], before: Valu
 
 @torch.no_grad()
 def _update(
-    optimizer: optim.Optimizer, inner: Callable[[], Any], param: FSDPParam, state: dict[Any, Any]
+    optimizer: optim.Optimizer, inner: Callable[[], Any], parameter: DTensor, state: dict[Any, Any]
 ) -> dict[Any, Any]:
     """Updates one sharded parameter, of the only group that the optimizer has now; returns the new state."""
-    assert isinstance(param.parameter.grad, DTensor)
-    local = local_tensor(param.dtensor)  # not the view, which it may no longer be
-    whole = nn.Parameter(_gathered(local, param))
-    gradient = _gathered(local_tensor(param.parameter.grad), param)
+    whole = nn.Parameter(full_value(parameter))
+    gradient = full_value(parameter.grad)  # type: ignore[arg-type]
     if gradient.dtype != whole.dtype:
         allow_any_gradient_dtype(whole)
     whole.grad = gradient
-    full = {key: _gathered(local_tensor(v), param) if isinstance(v, DTensor) else v for key, v in state.items()}
+    full = {key: full_value(value) if isinstance(value, DTensor) else value for key, value in state.items()}
     optimizer.state = collections.defaultdict(dict, {whole: full} if full else {})
     optimizer.param_groups[0]["params"] = [whole]
     inner()
-    local.copy_(param.own_part(whole.detach()))
-    return {key: _sharded(key, value, param) for key, value in optimizer.state[whole].items()}
+    local_tensor(parameter).copy_(own_part(whole, parameter))
+    return {key: _sharded(key, value, parameter) for key, value in optimizer.state[whole].items()}
 
 
-def _gathered(local: torch.Tensor, param: FSDPParam) -> torch.Tensor:
-    full = gather_whole(local, param.spec, param.tensor_parallel, Receivers.ALL, local.device)
-    assert full is not None
-    return full
-
-
-def _sharded(key: str, value: Any, param: FSDPParam) -> Any:
+def _sharded(key: str, value: Any, parameter: DTensor) -> Any:
     """A value of the new state as it is kept: this rank's part of what has the parameter's shape."""
-    is_like = isinstance(value, torch.Tensor) and value.shape == param.dtensor.shape
-    return shard_like(value, param) if is_like and not is_number(key, value.shape) else value
+    is_like = isinstance(value, torch.Tensor) and value.shape == parameter.shape
+    return shard_like(value, parameter) if is_like and not is_number(key, value) else value

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
+    FSDPModule,
     FullyShardedDataParallel,
     MixedPrecision,
     MixedPrecisionPolicy,
@@ -25,7 +26,6 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdp_compile.comm.groups import mesh_of_shape
 from fsdp_compile.parity.compare import Quantity
 from fsdp_compile.parity.experiment import Experiment, Reference, rebuilt
-from fsdp_compile.runtime.module_state import units
 from fsdp_compile.sharding.fully_shard import fully_shard
 
 Tensors = dict[tuple[Quantity, str], torch.Tensor | None]
@@ -118,7 +118,8 @@ def reference_side(experiment: Experiment, unit_names: list[str]) -> Side | None
 
 def unit_names(model: nn.Module) -> list[str]:
     """Module paths of the units of a sharded model, deepest first, without the root's."""
-    names = dict.fromkeys(unit.name for unit in units(model) if unit.name)
+    given = getattr(model, "_orig_mod", model)
+    names = [name for name, module in given.named_modules() if name and isinstance(module, FSDPModule)]
     return sorted(names, key=lambda name: -name.count("."))
 
 

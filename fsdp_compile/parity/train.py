@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fsdp_compile._torch.fully_shard import policy_of, state_of
 from fsdp_compile.parity.compare import Difference, Extent, Quantity, compare, depth_of, magnitude
 from fsdp_compile.parity.experiment import Accumulation, Experiment, Level, split, to_device
 from fsdp_compile.parity.sides import Side, Tensors, compiled_side, reference_side, unit_names
-from fsdp_compile.runtime.module_state import units
 
 LOSS = (Quantity.LOSS, "loss")
 
@@ -169,7 +169,8 @@ def _judge(experiment: Experiment, compiled: Side, reference: Side, batch: Any, 
         return _Judge(experiment, None, linear)
     tensors = [*reference.named.values(), *_tensors(batch)]
     longest = max((max(p.shape, default=1) for p in reference.named.values()), default=1)
-    policies = [unit.policy.mixed_precision for unit in units(compiled.model)]
+    states = [state for module in compiled.given.modules() if (state := state_of(module)) is not None]
+    policies = [policy_of(state) for state in states]
     narrow = [dtype for policy in policies for dtype in (policy.param_dtype, policy.reduce_dtype)]
     numbers = [t.dtype.to_real() for t in tensors if t.is_floating_point() or t.is_complex()]
     dtypes = [*(dtype for dtype in narrow if dtype is not None), *numbers]

@@ -18,13 +18,12 @@ from fsdp_compile._torch.dynamo import (
     min_cut_rematerialization_partition,
 )
 from fsdp_compile.ir.queries import parameter_only, read_text, unsharded_value
-from fsdp_compile.layout.spec import Reshard, parse
-from fsdp_compile.ops.gather_message import GATHER_MESSAGE
+from fsdp_compile.layout.spec import Reshard, Update, parse
+from fsdp_compile.ops.embedding import LOOK_UP
 from fsdp_compile.ops.post_forward import SHARD_POST_FORWARD
 from fsdp_compile.ops.unshard import UNSHARD
 from fsdp_compile.partition.cast_before_gather import cast_before_gather
 from fsdp_compile.partition.empty_values import counted, restore
-from fsdp_compile.partition.gather_messages import expand_gather_messages
 from fsdp_compile.partition.post_forward import shard_post_forward
 from fsdp_compile.partition.recompute import blocks, recompute
 from fsdp_compile.partition.updated_inputs import save_copies_of_updated_inputs
@@ -33,14 +32,28 @@ _LAST_REGION = 1 << 60
 """Later than any checkpointed region: a result that crosses into a later region would be saved (AC's own rule)."""
 
 
+def keep_from_hooks(joint: fx.Graph) -> None:
+    """Keeps flat parameters from hooks on saved tensors, which may give backward copies it would not know.
+
+    Autograd compares no versions of them then, as it compares none of FSDP2's. Those that are updated in backward are
+    compared: a second backward reads other values.
+    """
+    for node in joint.nodes:
+        if node.target in (UNSHARD, LOOK_UP) and parse(read_text(node)).update is Update.AFTER_BACKWARD:
+            node.args[0].meta["saved_tensor_with_no_vc_check"] = True
+
+
 def mark_reads(joint: fx.Graph) -> None:
     """Marks which values derived from parameters alone are recomputed in backward and which are saved."""
     for node in parameter_only(joint):
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
         node.meta["ac_graph_id"] = _LAST_REGION
-        gathers = node.target is UNSHARD and unsharded_value(node) is None
-        if (gathers or node.target is GATHER_MESSAGE) and parse(read_text(node)).reshard is Reshard.AFTER_BACKWARD:
-            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        if node.target is UNSHARD and unsharded_value(node) is None:
+            spec = parse(read_text(node))
+            # What one rank has alone is read in place: an update in backward would write into what is saved.
+            is_updated = spec.size == 1 and spec.update is Update.IN_BACKWARD
+            if spec.reshard is Reshard.AFTER_BACKWARD and not is_updated:
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         if node.target is SHARD_POST_FORWARD:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
@@ -57,6 +70,7 @@ def partition(
     if recomputed:
         recompute(blocks(joint.graph)[:recomputed])
     mark_reads(joint.graph)
+    keep_from_hooks(joint.graph)
     kwargs.setdefault("compiler", "inductor")
     results = joint.graph.output_node().meta.get("desc")
     with counted(joint.graph) as stand_ins:
@@ -66,8 +80,6 @@ def partition(
     if results is not None:
         _describe_results(forward.graph.output_node(), results[: kwargs["num_fwd_outputs"]])
     save_copies_of_updated_inputs(forward.graph, backward.graph, kwargs["num_fwd_outputs"])
-    for half in (forward, backward):
-        expand_gather_messages(half.graph)
     return forward, backward
 
 

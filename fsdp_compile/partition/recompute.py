@@ -112,7 +112,7 @@ def _cuts(nodes: Sequence[fx.Node]) -> list[int]:
 
 
 def _units_read(nodes: Sequence[fx.Node]) -> Iterator[tuple[int, str]]:
-    """The place and the unit of each read; of parameters whose class gathers them, messages name no unit."""
+    """The place and the unit of each read."""
     for place, node in enumerate(nodes):
         record = record_of(node.all_input_nodes[0]) if node.target in READS else None
         if record is not None:

@@ -13,8 +13,8 @@ import dataclasses
 from torch import fx
 
 from fsdp_compile.ir.edit import GraphBuilder, move_after
-from fsdp_compile.ir.graph import MADE, Role, Stage, StepGraph, require
-from fsdp_compile.ir.queries import InputsByFlat, last_of, readers, upstream
+from fsdp_compile.ir.graph import MADE, Role, Stage, StepGraph, require, role_of
+from fsdp_compile.ir.queries import InputsByFlat, flat_of, last_of, readers, upstream
 from fsdp_compile.layout.spec import Update
 from fsdp_compile.ops import effects
 
@@ -90,6 +90,33 @@ def _own_pieces(gradient: fx.Node) -> list[fx.Node]:
 
 
 def _return_nothing(step: StepGraph, gradient: fx.Node) -> None:
+    step.output.args = (tuple(None if out is gradient else out for out in _returned(step)),)
+
+
+def claim_gradients(forward: StepGraph, backward: StepGraph) -> None:
+    """Makes a backward return anything for what it updates: AOTAutograd detaches inputs whose gradients are None.
+
+    Until `release_gradients`, before the graph is lowered.
+    """
+    updated = {flat_of(require(node)): node.all_input_nodes[0] for node in backward.nodes(Role.UPDATE)}
+    returned = list(_returned(backward))
+    for i, node in enumerate(forward.graph.find_nodes(op="placeholder")):
+        if role_of(node) is Role.FLAT:
+            returned[i] = updated.get(flat_of(require(node)), returned[i])
+    backward.output.args = (tuple(returned),)
+
+
+def release_gradients(backward: StepGraph) -> None:
+    """Undoes `claim_gradients`."""
+    updated = {node.all_input_nodes[0] for node in backward.nodes(Role.UPDATE)}
+    kept = tuple(None if out in updated else out for out in _returned(backward))
+    backward.output.args = (kept,)
+    # Inductor has noted which outputs are tensors that somebody sees.
+    visible = backward.output.meta.get("user_visible_output_idxs", ())
+    backward.output.meta["user_visible_output_idxs"] = [i for i in visible if kept[i] is not None]
+
+
+def _returned(step: StepGraph) -> tuple[fx.Node | None, ...]:
     returned = step.output.args[0]
     assert isinstance(returned, tuple | list)
-    step.output.args = (type(returned)(None if out is gradient else out for out in returned),)
+    return tuple(returned)

@@ -1,1 +1,1 @@
-"""`fully_shard`, and what it builds."""
+"""`fully_shard`: units and arguments for torch's function of that name."""

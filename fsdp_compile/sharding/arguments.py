@@ -4,93 +4,101 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import enum
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 
-from fsdp_compile.comm.mesh import mesh_placement, with_reshard
-from fsdp_compile.config.policy import (
-    AnyOffloadPolicy,
-    AnyPrecisionPolicy,
-    MixedPrecision,
-    Offload,
-    WrapPolicy,
-    as_mixed_precision,
-    as_offload,
-)
+from fsdp_compile._torch.fully_shard_calls import has_call
+from fsdp_compile.comm.mesh import RESHARDS, mesh_of
+from fsdp_compile.config.policy import MixedPrecision, as_mixed_precision
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.runtime.group_state import ReduceGroup, UnitPolicy
-from fsdp_compile.sharding import checks, devices
-from fsdp_compile.sharding.checks import Ignored, refuse_reshard
-from fsdp_compile.sharding.devices import Device
-from fsdp_compile.sharding.shard_placement import PlacementFn
 
+Device = torch.device | str | int
 InitFn = Callable[[nn.Module], object]
-
-
-class InitFrom(enum.Enum):
-    """Whose values count when a model is sharded or initialized."""
-
-    EACH_RANK = "each rank"
-    """Every rank shards its own values."""
-    FIRST_RANK = "first rank"
-    """Every rank gets its part of the values of the first rank of the mesh (`sync_module_states=True`)."""
-    SHARDS = "shards"
-    """Parameters are sharded already: torch's `fully_shard` did it, or left them to be ignored."""
-
-    @classmethod
-    def of(cls, sync_module_states: object) -> InitFrom:
-        """The member for FSDP1's flag; raises `ConfigError` if it is no bool."""
-        if not isinstance(sync_module_states, bool):
-            raise ConfigError(
-                f"sync_module_states is {sync_module_states!r}",
-                where="fully_shard(sync_module_states=...)",
-                instead="True or False, the same on every rank",
-            )
-        return cls.FIRST_RANK if sync_module_states else cls.EACH_RANK
-
-
-def whole(modules: Sequence[nn.Module]) -> nn.Module:
-    """One module in which all of `modules` are: a single one itself, several by their numbers."""
-    return modules[0] if len(modules) == 1 else nn.ModuleList(modules)
-
-
+PlacementFn = Callable[[nn.Parameter], Any]
+"""Gives a `Shard`, torch's `ShardPlacementResult`, or `None` for `Shard(0)` over the mesh of the call."""
+Reshard = bool | int | Literal["auto"] | None
 _OVERRIDES = ("sharding_strategy", "reshard_after_forward", "mesh", "mp_policy")
 
 
 @dataclasses.dataclass(frozen=True)
-class UnitArguments:
-    """The arguments of `fully_shard` that a unit's policy is made of.
+class UnitPolicy:
+    """Over which ranks a unit is sharded, and how it computes.
 
     Attributes:
-        strategy: FSDP1's name.
-        device_type: Of a mesh that has to be made.
-        dp_mesh_dims: Which dimensions of `mesh` are data-parallel, if it is a larger one.
+        reshard_after_forward: FSDP2's argument.
+        auto_reshard: Whether the compiler may keep the unit after forward, where FSDP2 reshards.
+        own_dtype: If mixed precision excludes the unit: the dtype in which it computes.
+        dp_mesh_dims: FSDP2's argument.
     """
+
+    mesh: DeviceMesh
+    reshard_after_forward: bool | int | None
+    auto_reshard: bool
+    precision: MixedPrecision
+    own_dtype: torch.dtype | None = None
+    dp_mesh_dims: Any = None
+
+    def mesh_dims(self) -> list[int]:
+        """The dimensions of the mesh over which the unit's parameters are sharded or replicated, outermost first."""
+        names = self.mesh.mesh_dim_names
+        if self.dp_mesh_dims is None or names is None:
+            return list(range(self.mesh.ndim))
+        named = {*self.dp_mesh_dims.replicate_names, *self.dp_mesh_dims.shard_names}
+        return [dim for dim, name in enumerate(names) if name in named]
+
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The process groups of these dimensions."""
+        return [self.mesh.get_group(dim) for dim in self.mesh_dims()]
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitArguments:
+    """The arguments of `fully_shard` that a unit's policy is made of."""
 
     strategy: ShardingStrategy | None
     mesh: DeviceMesh | None
-    reshard_after_forward: bool | int | Literal["auto"] | None
+    reshard_after_forward: Reshard
     precision: MixedPrecision
     device_type: str
-    offload: Offload | None
-    dp_mesh_dims: object = None
+    dp_mesh_dims: Any = None
 
     def policy(self) -> UnitPolicy:
-        """The policy of a unit without overrides; raises `ConfigError` if arguments contradict each other."""
-        placement = mesh_placement(
-            self.strategy,
-            self.mesh,
-            reshard_after_forward=self.reshard_after_forward,
-            device_type=self.device_type,
-            dp_mesh_dims=self.dp_mesh_dims,
-        )
-        return UnitPolicy(placement, self.precision, self.offload)
+        """The policy of a unit; raises `ConfigError` if arguments contradict each other."""
+        reshard = self.reshard_after_forward
+        if reshard not in (None, "auto") and not isinstance(reshard, int):
+            raise ConfigError(
+                f"reshard_after_forward={reshard!r} is not supported",
+                where="fully_shard(reshard_after_forward=...)",
+                instead='True (gather again in backward), False (keep for backward), "auto" (keep what there is room '
+                "for), a divisor of the shard group or None",
+            )
+        is_auto = reshard == "auto"
+        if self.strategy is not None and reshard is not None:
+            raise ConfigError(
+                f"{self.strategy} says already what happens after forward, and reshard_after_forward={reshard!r} says "
+                "it again",
+                where="fully_shard(sharding_strategy=..., reshard_after_forward=...)",
+                instead="one of the two",
+            )
+        if self.dp_mesh_dims is not None and (self.strategy is not None or self.mesh is None):
+            raise ConfigError(
+                "dp_mesh_dims names dimensions of a mesh, and says by them what is sharded and what is replicated",
+                where="fully_shard(dp_mesh_dims=...)",
+                instead="a mesh with it, and no sharding_strategy",
+            )
+        mesh = self.mesh
+        if self.dp_mesh_dims is None or mesh is None:
+            mesh = mesh_of(self.strategy, mesh, device_type=self.device_type)
+            _refuse_parts(reshard, mesh.size(mesh.ndim - 1))
+        given = True if is_auto else cast("bool | int | None", reshard)
+        given = given if self.strategy is None else self.strategy in RESHARDS
+        return UnitPolicy(mesh, given, is_auto, self.precision, dp_mesh_dims=self.dp_mesh_dims)
 
     def overridden(self, overrides: Mapping[str, Any]) -> UnitPolicy:
         """The policy of a unit for which a wrap policy returned `overrides`.
@@ -106,115 +114,130 @@ class UnitArguments:
                     where="auto_wrap_policy",
                     instead=repr(near[0]) if near else f"one of {', '.join(_OVERRIDES)}",
                 )
-        precision = as_mixed_precision(overrides["mp_policy"]) if "mp_policy" in overrides else self.precision
-        kept = overrides.get("reshard_after_forward")
-        refuse_reshard(kept)
-        # Either takes the place of all that the call says about resharding after forward.
-        if "sharding_strategy" in overrides or "mesh" in overrides:
-            if self.dp_mesh_dims is not None:
-                raise ConfigError(
-                    "the wrap policy returned other ranks for a unit, and dp_mesh_dims has named those of all units",
-                    where="auto_wrap_policy, fully_shard(dp_mesh_dims=...)",
-                    instead="one of the two, or a call of fully_shard for that module",
-                )
-            strategy, mesh = overrides.get("sharding_strategy", self.strategy), overrides.get("mesh", self.mesh)
-            placement = mesh_placement(strategy, mesh, reshard_after_forward=kept, device_type=self.device_type)
-            return UnitPolicy(placement, precision, self.offload)
-        policy = self.policy()
-        placement = (
-            policy.mesh_placement if kept is None else with_reshard(policy.mesh_placement, reshard_after_forward=kept)
+        own_names = {"mp_policy": "precision", "sharding_strategy": "strategy"}
+        changed = {own_names.get(name, name): value for name, value in overrides.items()}
+        if "precision" in changed:
+            changed["precision"] = as_mixed_precision(changed["precision"])
+        if "strategy" in changed:
+            # It takes the place of all that the call says about resharding after forward.
+            changed.setdefault("reshard_after_forward", None)
+        elif "reshard_after_forward" in changed and self.strategy is not None:
+            changed |= {"strategy": None, "mesh": changed.get("mesh", self.policy().mesh)}
+        return dataclasses.replace(self, **changed).policy()
+
+
+def _refuse_parts(reshard: Reshard, size: int) -> None:
+    """Raises `ConfigError` for a number of neighbours, to keep parts for backward, that does not divide their group."""
+    if isinstance(reshard, int) and not isinstance(reshard, bool) and (reshard < 1 or size % reshard):
+        raise ConfigError(
+            f"reshard_after_forward={reshard} does not divide the {size} ranks that parameters are sharded over",
+            where="fully_shard(reshard_after_forward=...)",
+            instead=f"one of {', '.join(str(n) for n in range(1, size + 1) if size % n == 0)}, True or False",
         )
-        return UnitPolicy(placement, precision, self.offload)
 
 
 @dataclasses.dataclass(frozen=True)
-class UnitChoices:
-    """The arguments of `fully_shard` about units, not checked yet."""
-
-    sharding_strategy: ShardingStrategy | None
-    mesh: DeviceMesh | None
-    reshard_after_forward: bool | int | Literal["auto"] | None
-    mp_policy: AnyPrecisionPolicy
-    offload_policy: AnyOffloadPolicy
-    dp_mesh_dims: object = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Arguments:
-    """The checked arguments of one call of `fully_shard`.
+class ShardingSettings:
+    """What a call says to the compiler of one unit, and FSDP2 has no place for; kept with its state.
 
     Attributes:
-        policy: Of a unit without overrides.
-        modules: The modules of the call, none in another one of them.
-        is_list: Whether the call is on a list of modules, which become one unit.
-        device: Where shards and buffers go that are on the CPU or on meta; `None` leaves them.
-        placement: Which dimension of a parameter is sharded, and over which mesh.
-        wrap_policy: Which modules become units; `None` for the automatic split.
-        init_fn: Initializes what is on meta.
+        is_split: Whether the automatic split made the unit; a later call on a module around its model takes that back.
+        cast_inputs_inside: `cast_forward_inputs` of the unit inside of a larger model.
+        auto_reshard: `reshard_after_forward="auto"`, for which FSDP2 reshards.
+        gather_dtype: What the parameters are sent in, if that is less than FSDP2's 16 or 32 bits.
+        keep_low_precision_grads: As in `MixedPrecision`.
+        full_precision_in_eval: The same.
+        casts_output_in_eval: Whether the unit's output dtype counts in eval mode; not that of what follows a module
+            that mixed precision excludes, if that is in full precision then.
+        separate_reduce_group: Whether reductions have a process group of their own.
     """
 
-    modules: tuple[nn.Module, ...]
-    is_list: bool
-    unit: UnitArguments
-    policy: UnitPolicy
-    ignored: Ignored
-    device: torch.device | None
-    init_from: InitFrom
-    placement: PlacementFn | None
-    wrap_policy: WrapPolicy | None
-    init_fn: InitFn | None
-    reduce_group: ReduceGroup
+    is_split: bool = False
+    cast_inputs_inside: bool = True
+    auto_reshard: bool = False
+    gather_dtype: torch.dtype | str | None = None
+    keep_low_precision_grads: bool = False
+    full_precision_in_eval: bool = False
+    casts_output_in_eval: bool = True
+    separate_reduce_group: bool = False
 
-    @staticmethod
-    def read(  # noqa: PLR0913  fully_shard's arguments
-        target: nn.Module | Sequence[nn.Module],
-        choices: UnitChoices,
-        *,
-        ignored_params: object,
-        device_id: Device | None,
-        shard_placement_fn: PlacementFn | None,
-        auto_wrap_policy: WrapPolicy | None,
-        param_init_fn: InitFn | None,
-        sync_module_states: object,
-        separate_reduce_group: bool,
-    ) -> Arguments:
-        """Checks the arguments of `fully_shard`, and makes the mesh if there is none; changes nothing of the module."""
-        modules = checks.roots_of(target)
-        is_list = not isinstance(target, nn.Module)
-        checks.refuse_policy_for_list(auto_wrap_policy, is_list=is_list)
-        checks.refuse_reshard(choices.reshard_after_forward)
-        offload = as_offload(choices.offload_policy)
-        init_from = InitFrom.of(sync_module_states)
-        checks.check_init_fn(param_init_fn)
-        precision = as_mixed_precision(choices.mp_policy)
-        for each in modules:
-            checks.refuse_module(each)
-        module = whole(modules)
-        ignored = checks.ignored_in(module, ignored_params)
-        checks.refuse_gradients(module, ignored.ids)
-        kind = devices.kind_of(module, device_id, offload)
-        unit = UnitArguments(
-            choices.sharding_strategy,
-            choices.mesh,
-            choices.reshard_after_forward,
-            precision,
-            kind,
-            offload,
-            choices.dp_mesh_dims,
+
+def roots_of(target: object) -> tuple[nn.Module, ...]:
+    """The modules of a call of `fully_shard`: one, or those of a list that are in no other one of it."""
+    listed: Sequence[Any] = target if isinstance(target, list | tuple) else (target,)
+    if not listed:
+        raise ConfigError("the list is empty", where="fully_shard([...])", instead="modules that become one unit")
+    for each in listed:
+        if not isinstance(each, nn.Module):
+            raise ConfigError(
+                f"{type(each).__name__} is not a torch.nn.Module",
+                where="fully_shard(module)",
+                instead="pass the module whose parameters are to be sharded",
+            )
+    inside = {part for module in listed for part in module.modules() if part is not module}
+    return tuple(module for module in dict.fromkeys(listed) if module not in inside)
+
+
+def ignored_in(roots: Sequence[nn.Module], listed: object) -> frozenset[nn.Parameter]:
+    """The parameters that one call ignores; `listed` has parameters, and modules for all parameters in them."""
+    if listed is None:
+        return frozenset()
+    expected = "an iterable of parameters and modules of the model"
+    where = "fully_shard(ignored_params=...)"
+    if not isinstance(listed, Iterable) or isinstance(listed, str):
+        raise ConfigError(f"ignored_params is {listed!r}", where=where, instead=expected)
+    found: set[nn.Parameter] = set()
+    for each in listed:
+        if isinstance(each, nn.Module):
+            if each in roots or any(has_call(part) for part in each.modules()):
+                raise ConfigError(
+                    "a module to ignore is sharded already, or is the module of the call",
+                    where=f"{where}, {type(each).__name__}",
+                    instead="ignore modules in it, in the first call of fully_shard() on a module around them",
+                )
+            found.update(each.parameters())
+        elif isinstance(each, nn.Parameter):
+            found.add(each)
+        else:
+            raise ConfigError(f"it contains {each!r}, a {type(each).__name__}", where=where, instead=expected)
+    return frozenset(found)
+
+
+def device_type_of(roots: Sequence[nn.Module], device_id: Device | None, *, is_offloaded: bool) -> str:
+    """The device type of a new mesh: of the given device, of the parameters, or of the machine."""
+    if isinstance(device_id, str | torch.device):
+        return torch.device(device_id).type
+    # Parameters that are offloaded are on the host, whatever the mesh communicates on.
+    parameter = next((p for root in roots for p in root.parameters()), None)
+    if device_id is None and not is_offloaded and parameter is not None and not parameter.is_meta:
+        return parameter.device.type
+    # A build for CUDA names it as its accelerator on machines without a GPU, too.
+    device = torch.accelerator.current_accelerator(check_available=True) if torch.accelerator.is_available() else None
+    return "cpu" if device is None else device.type
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """Where FSDP2 puts what it shards over a mesh: the current device."""
+    kind = mesh.device_type
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def check_device(mesh: DeviceMesh, device_id: Device | None) -> None:
+    """Raises `ConfigError` for a `device_id` that is not where FSDP2 moves units to."""
+    if device_id is None:
+        return
+    device = device_of(mesh)
+    is_index = isinstance(device_id, int) and not isinstance(device_id, bool)
+    wanted = torch.device(device.type, cast("int", device_id)) if is_index else torch.device(cast("str", device_id))
+    if wanted.type != device.type or (device.type == "cpu" and is_index):
+        raise ConfigError(
+            f"device {device_id!r} is not one of the mesh, which communicates on {device.type}",
+            where="fully_shard(device_id=...)",
+            instead=f"a {device.type} device, or another mesh",
         )
-        policy = unit.policy()
-        device = devices.chosen(policy.mesh, device_id)
-        devices.refuse_misplaced(module, ignored.ids, device, policy)
-        return Arguments(
-            modules,
-            is_list,
-            unit,
-            policy,
-            ignored,
-            device,
-            init_from,
-            shard_placement_fn,
-            auto_wrap_policy,
-            param_init_fn,
-            ReduceGroup.OWN if separate_reduce_group else ReduceGroup.SHARED,
+    if wanted.index not in (None, device.index) and device.type != "cpu":
+        raise ConfigError(
+            f"device_id is {wanted}, and this process computes on {device}",
+            where="fully_shard(device_id=...)",
+            instead=f"torch.{device.type}.set_device({wanted.index}) before: FSDP2 shards on the current device",
         )

@@ -1,57 +1,44 @@
-"""`fully_shard`: read the arguments, plan, allocate, install, initialize."""
+"""`fully_shard`: reads FSDP1's and its own arguments, chooses units, and calls torch's `fully_shard` for each."""
 
 from __future__ import annotations
 
 import dataclasses
-import weakref
+import itertools
 from collections.abc import Iterable, Sequence
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, ShardingStrategy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, ShardingStrategy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from fsdp_compile.comm.failures import tell_of_uncaught_errors
-from fsdp_compile.comm.mesh import MeshPlacement
-from fsdp_compile.config.policy import AnyOffloadPolicy, AnyPrecisionPolicy, WrapPolicy
-from fsdp_compile.modules.attributes import follow_replaced
-from fsdp_compile.modules.buffers import restored_buffers
-from fsdp_compile.modules.classes import gather_on_read, give_methods, rebuild_specs
-from fsdp_compile.modules.methods import ShardedModule
-from fsdp_compile.modules.stored_shards import explain_backwards
-from fsdp_compile.modules.torch_state import show_to_torch, torch_state
-from fsdp_compile.runtime import (
-    accumulation,
-    chosen_gradients,
-    kernels,  # noqa: F401  registers the kernels of operators
-    loaded_state,
-    post_backward,
+from fsdp_compile._torch import fully_shard_calls as private
+from fsdp_compile.config.policy import AnyOffloadPolicy, AnyPrecisionPolicy, WrapPolicy, as_mixed_precision, as_offload
+from fsdp_compile.errors import ConfigError
+from fsdp_compile.fsdp2.buffers import cast_buffers, in_own_dtype
+from fsdp_compile.fsdp2.take_over import keep_inputs_in_eval
+from fsdp_compile.sharding import wrap
+from fsdp_compile.sharding.arguments import (
+    Device,
+    InitFn,
+    PlacementFn,
+    ShardingSettings,
+    UnitArguments,
+    UnitPolicy,
+    check_device,
+    device_of,
+    device_type_of,
+    ignored_in,
+    roots_of,
 )
-from fsdp_compile.runtime.group_state import WrapSource
-from fsdp_compile.runtime.module_refs import IgnoredParams
-from fsdp_compile.runtime.module_state import (
-    Nesting,
-    ShardingCall,
-    call_on,
-    ensure_state,
-    reads_of,
-    state_of,
-    units,
-)
-from fsdp_compile.runtime.optimizer_steps import count_optimizer_steps
-from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup, FSDPUnit, ModelState
-from fsdp_compile.runtime.unshard_args import refresh_unshard_args
-from fsdp_compile.sharding import adopt, checks, devices
-from fsdp_compile.sharding.allocate import ParamToShard, allocate_flat_params
-from fsdp_compile.sharding.arguments import Arguments, InitFn, UnitChoices, whole
-from fsdp_compile.sharding.build import ShardingPlan, plan_units
-from fsdp_compile.sharding.fsdp1_methods import refuse_fsdp1_methods
-from fsdp_compile.sharding.materialize import fill_in
-from fsdp_compile.sharding.mixed_precision import any_full_precision, cast_at
-from fsdp_compile.sharding.shard_placement import PlacementFn
-from fsdp_compile.sharding.views import pre_forward
+from fsdp_compile.sharding.first_rank import FirstRank
+from fsdp_compile.sharding.materialize import materialize
+from fsdp_compile.sharding.params import is_whole, refuse_params
+from fsdp_compile.sharding.precision import torch_precision, with_excluded
+from fsdp_compile.sharding.replicated import Home, Place, ReplicatedParams
+from fsdp_compile.sharding.units import Unit, open_modules, plan_units
 
-tell_of_uncaught_errors()
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 
 
@@ -68,274 +55,276 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
     param_init_fn: InitFn | None = None,
     sharding_strategy: ShardingStrategy | None = None,
     sync_module_states: bool = False,
-    device_id: devices.Device | None = None,
+    device_id: Device | None = None,
     separate_reduce_group: bool = False,
-    dp_mesh_dims: object = None,
+    dp_mesh_dims: Any = None,
 ) -> M:
-    """Shards the parameters of `module` over the ranks of `mesh`, in place.
+    """Shards the parameters of `module` over the ranks of `mesh`, in place, by calls of torch's `fully_shard`.
 
-    Called on a whole model alone, it splits it into units: repeated blocks, then embedding and head apart, then the
-    rest. Called bottom-up, as with FSDP2, each call makes one unit of what the calls below it left.
+    Called on a whole model, it splits it into units: repeated blocks, then embedding and head, then the rest. Called
+    bottom-up, as with FSDP2, each call makes one unit of what the calls below it left.
 
-    What torch's `fully_shard` has sharded is taken over: its units, parameters and settings stay. On a module that
-    torch's was called on, there is nothing else to do, and other arguments are refused.
+    Parameters that FSDP2 cannot split (0-d, empty or integer) stay whole on every rank, and their gradients are
+    averaged at the end of the backward. Units that share a parameter become one.
 
     Args:
-        module: The module. Its parameters become DTensors, views of one flat buffer per unit and dtype; those that are
-            DTensors already, over other dimensions of the mesh, on the mesh of both. A list of modules becomes one
-            unit, as with FSDP2.
-        mesh: 1-D to shard over, 2-D (replicate, shard) for hybrid sharding, whatever the dimensions are called. By
-            default the whole world; hybrid strategies name its dimensions "dp_replicate" and "fsdp".
-        reshard_after_forward: True frees gathered parameters after forward and gathers them again in backward, False
-            keeps them, a divisor k of the shard group keeps 1/k on each rank, and backward gathers over k neighbours
-            alone. "auto" keeps as many of the last ones as fit into the planned memory. By default True.
-        shard_placement_fn: Names another dimension than 0 to shard a parameter on, which must divide evenly; torch's
-            `ShardPlacementResult` also names another mesh. Parameters on other meshes are units of their own.
+        module: The module. A list of modules becomes one unit, as with FSDP2.
+        mesh: 1-D to shard over, 2-D (replicate, shard) for hybrid sharding. By default the whole world, which is
+            started from torchrun's environment if need be; strategies with replicas name its dimensions "dp_replicate"
+            and "fsdp".
+        reshard_after_forward: As FSDP2's. "auto" lets the compiler keep as many units as fit into the planned memory;
+            uncompiled it is True.
+        shard_placement_fn: As FSDP2's.
         mp_policy: Dtypes of gathered parameters, reduction, inputs and outputs: FSDP2's `MixedPrecisionPolicy`, FSDP1's
             `MixedPrecision`, or ours, which has more options.
-        offload_policy: `CPUOffloadPolicy()`, or FSDP1's `CPUOffload(True)`, keeps shards, gradients and optimizer state
-            on the host; parameters are copied to the mesh's device for the all-gather, gradients back after the
-            reduction.
+        offload_policy: FSDP2's policies, or FSDP1's `CPUOffload`.
         ignored_params: Parameters that are neither sharded nor reduced. A module stands for all parameters in it.
-            Parameters that are sharded already are refused, and those of other modules left alone.
         auto_wrap_policy: One of FSDP1's wrap policies, to choose the units instead of the automatic split. A
             `CustomPolicy` may return a dict for a module: `sharding_strategy`, `reshard_after_forward`, `mesh` or
             `mp_policy` of that unit.
-        sharding_strategy: FSDP1's name for a mesh and `reshard_after_forward`, instead of the latter. Hybrid sharding
-            without a mesh shards over the ranks of each machine.
         param_init_fn: Initializes what is on the meta device in `module`, as `materialize` does. Without it, that
             stays on meta.
-        sync_module_states: Broadcasts the values of the first rank of the mesh: each rank gets its part of sharded
-            parameters, and all buffers. Other ranks may have them on meta. What the first rank has on meta, too, is
-            left to `param_init_fn`, whose values on the first rank count.
-        device_id: Where shards and buffers go that are on the CPU now: a device of the mesh's type, or the index of
-            one. Only this rank's part of a parameter is moved.
-        separate_reduce_group: As `set_separate_reduce_scatter_group()`.
-        dp_mesh_dims: Torch's `DataParallelMeshDims`: which dimensions of `mesh`, over all of which the parameters are
-            DTensors already, are to be sharded over, and which are replicas. Several are flattened into one.
+        sharding_strategy: FSDP1's name for a mesh and `reshard_after_forward`, instead of the latter. Hybrid sharding
+            without a mesh shards over the ranks of each machine.
+        sync_module_states: Gives all ranks the values of the first rank of the mesh, unit by unit. Other ranks may have
+            them on meta. What the first rank has on meta, too, is left to `param_init_fn`.
+        device_id: Where the model goes, unit by unit: the current device of the mesh's type, or its index.
+        separate_reduce_group: As FSDP2's `set_separate_reduce_scatter_group()`.
+        dp_mesh_dims: FSDP2's `DataParallelMeshDims`.
 
     Returns:
         `module` itself.
 
     Raises:
-        ConfigError: If a module is sharded already, the mesh has not 1 or 2 dimensions (or not those that
-            `dp_mesh_dims` names), a policy is not supported,
-            arguments contradict each other, a device does not exist, parameters are on another one or on the CPU with a
-            mesh of GPUs (and not offloaded), a parameter has a gradient already, or is a DTensor over a mesh that has
-            no dimensions beside those of `mesh`.
+        ConfigError: If arguments contradict each other or are not supported.
         RankMismatchError: With `sync_module_states`, if ranks have different models.
-        UnsupportedModelError: If a parameter that is not ignored is of a subclass of tensors, a DTensor that cannot be
-            divided further, or shares memory with another parameter or a buffer.
+        UnsupportedModelError: If a parameter that is not ignored is complex.
+        Exception: Torch's own errors, such as for a parameter that is not contiguous.
     """
-    given = dict(locals())
-    roots = checks.roots_of(module)
-    is_taken_over = all(map(adopt.is_wrapped, roots))
-    if is_taken_over:
-        adopt.refuse_arguments(fully_shard, given)
-    adopt_wrapped(whole(roots))
-    if is_taken_over:
-        return module
-    arguments = Arguments.read(
-        module,
-        UnitChoices(sharding_strategy, mesh, reshard_after_forward, mp_policy, offload_policy, dp_mesh_dims),
-        ignored_params=ignored_params,
-        device_id=device_id,
-        shard_placement_fn=shard_placement_fn,
-        auto_wrap_policy=auto_wrap_policy,
-        param_init_fn=param_init_fn,
-        sync_module_states=sync_module_states,
-        separate_reduce_group=separate_reduce_group,
-    )
-    _shard(arguments)
+    roots = roots_of(module)
+    if any(map(private.has_call, roots)):
+        torch_fully_shard(list(roots))  # raises
+    offload = as_offload(offload_policy)
+    device_type = device_type_of(roots, device_id, is_offloaded=type(offload) is not OffloadPolicy)
+    precision = as_mixed_precision(mp_policy)
+    unit = UnitArguments(sharding_strategy, mesh, reshard_after_forward, precision, device_type, dp_mesh_dims)
+    is_list = not isinstance(module, nn.Module)
+    for name, value in (("sync_module_states", sync_module_states), ("separate_reduce_group", separate_reduce_group)):
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name} is {value!r}", where=f"fully_shard({name}=...)", instead="True or False")
+    if is_list and auto_wrap_policy is not None:
+        raise ConfigError(
+            "a list of modules becomes one unit, and a wrap policy would choose others",
+            where="fully_shard([...], auto_wrap_policy=...)",
+            instead="one of the two",
+        )
+    if param_init_fn is not None and not callable(param_init_fn):
+        raise ConfigError(
+            f"param_init_fn is a {type(param_init_fn).__name__}, which cannot be called",
+            where="fully_shard(param_init_fn=...)",
+            instead="a function of one module that initializes the module's own parameters and buffers",
+        )
+    ignored = ignored_in(roots, ignored_params)
+    policy = unit.policy()
+    check_device(policy.mesh, device_id)
+    _Call(
+        roots,
+        is_list,
+        unit,
+        policy,
+        ignored,
+        offload,
+        shard_placement_fn,
+        auto_wrap_policy,
+        param_init_fn,
+        sync_module_states,
+        separate_reduce_group,
+    ).run()
     return module
 
 
-fully_shard.state = torch_state  # type: ignore[attr-defined]  # as FSDP2's function has it
+fully_shard.state = torch_fully_shard.state  # type: ignore[attr-defined]  # as FSDP2's function has it
 
 
-def adopt_wrapped(root: nn.Module, starting: nn.Module | None = None) -> bool:
-    """Shards what torch's `fully_shard` has sharded in `root`, in the same units; returns whether there was any.
+@dataclasses.dataclass
+class _Call:
+    """One call of `fully_shard`, whose arguments are checked, planned before any change.
 
-    Args:
-        root: A model.
-        starting: As for `adopt.plan`.
-
-    Raises:
-        ConfigError: As `adopt.plan`; nothing is changed then.
-        UnsupportedModelError: The same.
+    Attributes:
+        modules: The modules of the call, none in another one of them.
+        is_list: Whether the call is on a list of modules, which become one unit.
+        policy: Of a unit without overrides.
+        ignored: Parameters that stay as they are.
     """
-    calls = adopt.plan(root, starting)
-    adopt.remove(calls)
-    for call in calls:
-        _shard(call.arguments())
-    for call in calls:
-        call.set_up()
-    return bool(calls)
 
+    modules: tuple[nn.Module, ...]
+    is_list: bool
+    unit: UnitArguments
+    policy: UnitPolicy
+    ignored: frozenset[nn.Parameter]
+    offload: OffloadPolicy
+    placement: PlacementFn | None
+    wrap_policy: Any
+    init_fn: InitFn | None
+    sync_module_states: bool
+    separate_reduce_group: bool
 
-def _shard(arguments: Arguments) -> None:
-    root = whole(arguments.modules)
-    plan = plan_units(root, arguments)
-    made = _allocate(root, plan, arguments)
-    _install(root, made, plan, arguments)
-    _initialize(root, made, plan, arguments)
-    model = ensure_state(root).model
-    assert model is not None
-    for initial in plan.initial:
-        initial.note(made, model)
+    def __post_init__(self) -> None:
+        roots = self.modules
+        self._whole = roots[0] if len(roots) == 1 else nn.ModuleList(roots)
+        self._below = [part for part in self._whole.modules() if private.has_call(part)]
+        own = {p for module in open_modules(roots) for p in module.parameters(recurse=False)} - self.ignored
+        named = {p: name for name, p in self._whole.named_parameters() if p in own}
+        refuse_params((name, p) for p, name in named.items())
+        self._replicated = {p for p in named if is_whole(p)}
+        self._managed = {p: name for p, name in named.items() if p not in self._replicated}
+        fn = self.placement
+        self._placements = {} if fn is None else {p: fn(p) for p in self._managed}
+        self._is_split = self.wrap_policy is None and not self._below and not self.is_list
+        self._policy, chosen = with_excluded(roots, self.policy, self._chosen())
+        self._units = plan_units(roots, self._policy, chosen, self._managed)
+        self._later = {unit: self._later_dtypes(unit) for unit in self._units}
 
+    def _chosen(self) -> dict[nn.Module, UnitPolicy]:
+        if self.wrap_policy is not None:
+            chosen = wrap.policy_units(self._whole, self.wrap_policy, self._managed)
+            return {m: self.unit.overridden(changes) for m, changes in chosen.items()}
+        return dict.fromkeys(wrap.automatic_units(self._whole, self._managed) if self._is_split else (), self.policy)
 
-def _allocate(module: nn.Module, plan: ShardingPlan, arguments: Arguments) -> list[FSDPUnit]:
-    """Makes the units: their flat parameters, and DTensors in the place of plain parameters."""
-    model = ModelState(pre_forward)
-    model.ignored = IgnoredParams(module, plan.ignored)
-    ensure_state(module).model = model
-    plan.precision.apply()
-    for descendant in plan.below:
-        _undo_split(descendant, model)
-    names = {id(m): name for name, m in module.named_modules()}
-    earlier = units(module)
-    for unit in earlier:
-        unit.rename(names)
-    model.adopt(earlier)
-    for unit in earlier:
-        if unit.forward_prefetch or unit.backward_prefetch:
-            rebuild_specs(unit)  # it names other units
-    if plan.tied:
-        # Also of other models, with which this one shares a part.
-        groups = [*FSDPParamGroup.alive(), *(group for unit in earlier for group in unit.param_groups)]
-        params = {id(param.parameter): param for group in groups for param in group.params}
-        for parameter, owner, attribute in plan.tied:
-            _tie(params[id(parameter)], owner, attribute)
-    made = []
-    for planned in plan.units:
-        first, *others = arguments.modules if planned.root is module else (planned.root,)
-        unit = FSDPUnit(weakref.ref(first), planned.name, planned.policy, plan.wrap_source, weakref.ref(model))
-        unit.other_roots = tuple(weakref.ref(other) for other in others)
-        if others:
-            unit.rename(names)
-        unit.number_in_call = planned.number
-        unit.reduce_group = arguments.reduce_group
-        allocate_flat_params(unit, planned.params)
-        made.append(unit)
-    return made
+    def _later_dtypes(self, unit: Unit) -> list[list[nn.Parameter]]:
+        """The trainable parameters of a unit of each dtype after the first: a group of FSDP2's has one."""
+        trained = [p for p in unit.params() if p in self._managed and p.requires_grad]
+        dtypes = list(dict.fromkeys(p.dtype for p in trained))[1:]
+        if dtypes and not private.has_group_lists():
+            late = next(p for p in trained if p.dtype == dtypes[0])
+            raise ConfigError(
+                f"it is of {late.dtype}, and {self._managed[trained[0]]} of {trained[0].dtype}: this torch needs one "
+                "dtype in all trainable parameters of a unit",
+                where=self._managed[late],
+                instead="torch 2.12 or newer, one dtype, or units of one dtype each: auto_wrap_policy, or more calls",
+            )
+        return [[p for p in trained if p.dtype == dtype] for dtype in dtypes]
 
+    def run(self) -> None:
+        """Shards the units, and gives parameters and buffers the values that the call asks for."""
+        with in_own_dtype(self._whole):
+            self._shard_units()
+            if self.init_fn is not None:
+                materialize(self._whole, self.init_fn)
+        for unit in self._units:
+            precision = unit.policy.precision
+            if precision.buffer_dtype is not None and unit.policy.own_dtype is None:
+                cast_buffers(unit.own, precision.buffer_dtype, in_eval=precision.full_precision_in_eval)
 
-def _install(module: nn.Module, made: list[FSDPUnit], plan: ShardingPlan, arguments: Arguments) -> None:
-    """Gives modules their state, classes, casts and methods."""
-    model = ensure_state(module).model
-    assert model is not None
-    for each in arguments.modules:
-        ensure_state(each).call = ShardingCall(made, model.ignored, arguments.unit.precision)
-    # Again: now with the units that this call made, in the order of registration among the earlier ones.
-    model.adopt(units(module))
-    for each in arguments.modules:
-        _enter_forwards(each)
-        give_methods(each, ShardedModule)
-        show_to_torch(each)
-        accumulation.follow_no_sync(each, made)
-    for descendant in plan.below:
-        call = call_on(descendant)
-        assert call is not None
-        call.nesting = Nesting.INSIDE
-        cast_at(descendant, call.precision, Nesting.INSIDE)
-    for root, own in plan.roots.items() if plan.wrap_source is WrapSource.CALL else ():
-        output = own.mixed_precision.output_dtype if root in plan.different else None
-        cast_at(root, dataclasses.replace(own.mixed_precision, output_dtype=output), Nesting.INSIDE)
-    for each in arguments.modules:
-        cast_at(each, arguments.unit.precision, Nesting.OUTERMOST)
-    for part in module.modules():
-        part_state = state_of(part)
-        if part_state is not None:
-            part_state.model = model
-    for param in (param for unit in model.units for param in unit.params):
-        follow_replaced(param.parameter)
-    loaded_state.follow_optimizers()
-    chosen_gradients.follow_backwards()
-    post_backward.follow_backwards()
-    explain_backwards()
-    refuse_fsdp1_methods()
-    count_optimizer_steps()
+    def _shard_units(self) -> None:
+        inner = {buffer for module in self._below for buffer in module.buffers()}
+        values = FirstRank(self._named_values(inner), self._policy) if self.sync_module_states else None
+        _merge_splits(self._below)
+        places = self._replicated_places()
+        for unit in self._units:
+            if values is not None:
+                values.send(unit.tensors(), unit.policy)
+            self._shard(unit)
+        if values is not None:
+            values.send(inner, self._policy)
+        for module in self._below:
+            if (settings := private.settings_of(module)) is not None:
+                private.cast_inputs(module, casts=settings.cast_inputs_inside)
+        self._replicate(places)
+        for root in self.modules if self.separate_reduce_group else ():
+            # One group for the whole model. It is newer than torch 2.11.
+            if isinstance(root, FSDPModule) and hasattr(root, "set_separate_reduce_scatter_group"):
+                root.set_separate_reduce_scatter_group()
 
+    def _named_values(self, inner: set[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What no call has sharded or ignores, and buffers of inner calls, by name, each once."""
+        own = {tensor for unit in self._units for tensor in unit.tensors()}.union(inner) - self.ignored
+        named = itertools.chain(self._whole.named_parameters(), self._whole.named_buffers())
+        return {name: tensor for name, tensor in named if tensor in own}
 
-def _initialize(module: nn.Module, made: list[FSDPUnit], plan: ShardingPlan, arguments: Arguments) -> None:
-    """Moves buffers, and gives parameters and buffers the values that the call asks for."""
-    device = arguments.device
-    with restored_buffers(module):
-        if device is not None:
-            devices.move_buffers(module, device, [*plan.below, *arguments.ignored.modules])
-        for first_rank in plan.first_rank:
-            first_rank.send(module, made, device)
-        if arguments.init_fn is not None:
-            earlier = [call.initialized for part in plan.below if (call := call_on(part)) is not None]
-            together = {part: attributes for each in earlier for part, attributes in each.items()}
-            made_now = fill_in(module, device, arguments.init_fn, arguments.init_from, together)
-            own = call_on(arguments.modules[0])
-            assert own is not None
-            own.initialized.update(made_now)
-
-
-def _undo_split(root: nn.Module, model: ModelState) -> None:
-    """Makes one unit for each mesh of an automatic split."""
-    call = call_on(root)
-    assert call is not None
-    # The call was not alone, as the split assumed, but the first of a bottom-up series.
-    modules = set(root.modules())
-    parts = [unit for unit in call.units if unit.root_ref() in modules]  # others were cut off since, and stay apart
-    if len(parts) < 2 or any(part.wrap_source is not WrapSource.SPLIT for part in parts):
-        return
-    alike: dict[MeshPlacement, list[FSDPUnit]] = {}
-    for part in parts:
-        alike.setdefault(part.policy.mesh_placement, []).append(part)
-    joined = [_joined(root, held, number, model) for number, held in enumerate(alike.values(), start=1)]
-    call.units = [*joined, *(unit for unit in call.units if unit not in parts)]
-
-
-def _joined(root: nn.Module, parts: Sequence[FSDPUnit], number: int, model: ModelState) -> FSDPUnit:
-    """One unit of the parameters of several."""
-    first = parts[0]
-    unit = FSDPUnit(
-        weakref.ref(root),
-        "",
-        first.policy,
-        WrapSource.CALL,
-        weakref.ref(model),
-        hook=first.hook,
-        comm_settings=first.comm_settings,
-        reduce_group=first.reduce_group,
-        number_in_call=number,
-    )
-    names = {id(m): name for name, m in root.named_modules()}
-    params = [
-        ParamToShard(
-            f"{names[id(part.root)]}.{param.name}".removeprefix("."),
-            list(param.module_refs),
-            param.parameter,
-            param.spec.dim,
-            param.spec.order,
-            keeps_own_dtype=any_full_precision(owner for owner, _ in param.module_refs),
-            tensor_parallel=param.tensor_parallel,
+    def _replicated_places(self) -> dict[Place, Home]:
+        fn = self.placement
+        # One that chooses no mesh may expect parameters that have dimensions.
+        chooses = fn is not None and any(
+            private.chosen_mesh(result) is not None for result in self._placements.values()
         )
-        for part in parts
-        for param in part.params
-    ]
-    allocate_flat_params(unit, params)
-    return unit
+
+        def home(unit: Unit, parameter: nn.Parameter) -> Home:
+            own, policy = private.chosen_mesh(fn(parameter)) if chooses and fn is not None else None, unit.policy
+            if own is not None:
+                policy = dataclasses.replace(policy, mesh=own.spmd_mesh or own.mesh, dp_mesh_dims=own.dp_mesh_dims)
+            return Home(unit.modules[0], policy.mesh, tuple(policy.mesh_dims()))
+
+        return {
+            (module, name): home(unit, parameter)
+            for unit in self._units
+            for module in unit.own
+            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+            if parameter in self._replicated
+        }
+
+    def _shard(self, unit: Unit) -> None:
+        policy = unit.policy
+        later = self._later.pop(unit)
+        ignored = {p for p in unit.params() if p not in self._managed}.union(*later)
+        placed = {p: self._placements.pop(p) for p in unit.params() if p in self._placements}
+        for parameter in unit.params():  # or all of the model would be in memory until the end
+            self._managed.pop(parameter, None)
+        arguments: dict[str, Any] = {
+            "mesh": policy.mesh,
+            "reshard_after_forward": policy.reshard_after_forward,
+            "shard_placement_fn": placed.__getitem__ if placed else None,
+            "mp_policy": torch_precision(unit, self._policy, is_split=self._is_split),
+            "offload_policy": self.offload,
+        }
+        if policy.dp_mesh_dims is not None:  # newer than torch 2.11
+            arguments["dp_mesh_dims"] = policy.dp_mesh_dims
+        target: Any = unit.modules if len(unit.modules) > 1 else unit.modules[0]
+        torch_fully_shard(target, ignored_params=ignored or None, **arguments)
+        for params in later:
+            private.add_group(unit.modules, params, **{"dp_mesh_dims": None, **arguments})
+        by_policy = not self._is_split
+        precision, is_whole_unit = policy.precision, policy.own_dtype is not None
+        settings = ShardingSettings(
+            is_split=self._is_split and not unit.is_call and not is_whole_unit,
+            cast_inputs_inside=is_whole_unit or (precision.cast_forward_inputs and (unit.is_call or by_policy)),
+            auto_reshard=policy.auto_reshard,
+            gather_dtype=None if is_whole_unit else precision.gather_dtype,
+            keep_low_precision_grads=precision.keep_low_precision_grads and not is_whole_unit,
+            full_precision_in_eval=precision.full_precision_in_eval,
+            casts_output_in_eval=not (is_whole_unit and precision.full_precision_in_eval),
+            separate_reduce_group=self.separate_reduce_group,
+        )
+        private.set_settings(unit.modules[0], settings)
+        if settings.full_precision_in_eval:
+            keep_inputs_in_eval(unit.modules[0])
+
+    def _replicate(self, places: dict[Place, Home]) -> None:
+        for (module, name), home in places.items():
+            parameter = module._parameters[name]
+            assert parameter is not None
+            if not parameter.is_meta:
+                parameter.data = parameter.detach().to(device_of(home.mesh))
+        inner = {part: note for part in self._below if (note := private.note_of(part)) is not None}
+        if not places and not inner:
+            return
+        root = self.modules[0]
+        own = ReplicatedParams(root, places)
+        for part, note in inner.items():
+            own.absorb(note)
+            private.set_note(part, None)
+        private.set_note(root, own)
 
 
-def _tie(param: FSDPParam, module: nn.Module, attribute: str) -> None:
-    """Registers a sharded parameter in one more module."""
-    owner, owner_attribute = param.module_refs[0]
-    module._parameters[attribute] = param.parameter
-    param.module_refs.append(module, attribute)
-    read = reads_of(owner)[owner_attribute]
-    gather_on_read(module, {attribute: read}, param.eval_read(attribute))
-    refresh_unshard_args(read.group)
-
-
-def _enter_forwards(root: nn.Module) -> None:
-    """Gives modules without sharded parameters, but with some below, a class of ours."""
-    for module in root.modules():
-        # Their code may read parameters of their children, which gathers only inside of a forward.
-        if not reads_of(module) and any(reads_of(part) for part in module.modules()):
-            gather_on_read(module)
+def _merge_splits(below: list[nn.Module]) -> None:
+    """Makes one unit of each earlier call that split its module: it was the first of a bottom-up series."""
+    for module in reversed(below):  # inner ones first
+        settings = private.settings_of(module)
+        if settings is None or settings.is_split:
+            continue
+        parts = [part for part in module.modules() if (s := private.settings_of(part)) is not None and s.is_split]
+        if parts:
+            private.merge_calls(module, parts)
+            if (note := private.note_of(module)) is not None:
+                note.move(parts, module)
+            below[:] = [part for part in below if private.has_call(part)]

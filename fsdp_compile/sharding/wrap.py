@@ -16,8 +16,6 @@ from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 
 from fsdp_compile.config.policy import WrapPolicy
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.modules.classes import original_class
-from fsdp_compile.runtime.module_state import stored_parameters
 
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 """Modules whose children may be repeated blocks."""
@@ -52,7 +50,7 @@ def _repeated_blocks(module: nn.Module, managed: Container[nn.Parameter]) -> lis
 
 
 def _has_managed(module: nn.Module, managed: Container[nn.Parameter]) -> bool:
-    return any(p in managed for p in stored_parameters(module))
+    return any(p in managed for p in module.parameters())
 
 
 def policy_units(
@@ -75,34 +73,26 @@ def policy_units(
             where="auto_wrap_policy",
             instead="ModuleWrapPolicy({Block}), a CustomPolicy, or a callable of (module, recurse, nonwrapped_numel)",
         )
-    chosen: dict[nn.Module, Mapping[str, Any]]
-    if isinstance(policy, ModuleWrapPolicy):
-        classes = tuple(policy._module_classes)
-        chosen = {m: {} for m in root.modules() if isinstance(m, classes)}
-    elif isinstance(policy, CustomPolicy):
-        choices = {m: _custom_choice(policy, m) for m in root.modules()}
-        chosen = {m: choice if isinstance(choice, dict) else {} for m, choice in choices.items() if choice}
+    chosen: Mapping[nn.Module, Mapping[str, Any]]
+    if isinstance(policy, ModuleWrapPolicy | CustomPolicy):
+        try:
+            chosen = policy._run_policy(root, set(), {})
+        except ValueError as error:
+            raise ConfigError(
+                f"the wrap policy failed: {error}",
+                where="auto_wrap_policy",
+                instead="return True, False, or a dict of what is different for that unit",
+            ) from error
     else:
         chosen = {m: {} for m in _called_choice(root, policy, managed)[0]}
     return {m: overrides for m, overrides in chosen.items() if m is not root and _has_managed(m, managed)}
-
-
-def _custom_choice(policy: CustomPolicy, module: nn.Module) -> bool | dict[str, Any]:
-    choice = policy._lambda_fn(module)
-    if not isinstance(choice, bool | dict):
-        raise ConfigError(
-            f"the wrap policy returned {choice!r} for a {original_class(module).__name__}",
-            where="auto_wrap_policy",
-            instead="return True, False, or a dict of what is different for that unit",
-        )
-    return choice
 
 
 def _called_choice(
     module: nn.Module, policy: Callable[..., bool], managed: Container[nn.Parameter]
 ) -> tuple[Iterable[nn.Module], int]:
     """Chosen modules below and including `module`, children first, and how many elements they cover."""
-    numel = sum(p.numel() for p in stored_parameters(module) if p in managed)
+    numel = sum(p.numel() for p in module.parameters() if p in managed)
     if not policy(module=module, recurse=True, nonwrapped_numel=numel):
         return [], 0
     chosen: list[nn.Module] = []

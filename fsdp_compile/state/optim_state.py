@@ -1,35 +1,52 @@
-"""`optim_state_dict` and `optim_state_dict_to_load`: an optimizer's state by names, full or sharded.
+"""`optim_state_dict` and `optim_state_dict_to_load`: an optimizer's state by names, full or sharded, as with FSDP1.
 
-With FSDP1's meaning, but for what it reads from process-wide settings, which are arguments here.
+Ranks gather and send by the names of parameters in the model's order, whatever order their optimizers list them in.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping
+import functools
+import hashlib
+import pickle
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import OptimStateDictConfig, OptimStateKeyType
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    OptimStateDictConfig,
+    OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+)
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Adafactor, Optimizer
 
 from fsdp_compile._torch.tensors import local_tensor, make_dtensor, tree_leaves, tree_map
-from fsdp_compile.comm import alike
-from fsdp_compile.comm.gather import Receivers, gather_whole
-from fsdp_compile.errors import ConfigError
-from fsdp_compile.runtime import loaded_state
-from fsdp_compile.runtime.units import FSDPParam, sharded_parameters
-from fsdp_compile.state import optim_names
-from fsdp_compile.state.optim_form import Form, Memory, Sharded, Values, between_steps, form_of
-from fsdp_compile.state.optim_names import GROUPS, STATE, NamedGroups
-from fsdp_compile.state.optim_to_load import Target, is_laid_out_like, to_load
-
-_WHERE = "optim_state_dict()"
-_HOST = torch.device("cpu")
+from fsdp_compile.errors import ConfigError, RankMismatchError
+from fsdp_compile.fsdp2.shards import (
+    full_value,
+    is_first,
+    is_number,
+    meshes_of,
+    shard_between_steps,
+    shard_like,
+    union,
+    unwrap,
+)
+from fsdp_compile.state.optim_names import (
+    GROUPS,
+    PARAMS,
+    STATE,
+    NamedGroups,
+    kind_of_keys,
+    named_groups,
+    require_state,
+)
 
 
 def optim_state_dict(
@@ -42,15 +59,13 @@ def optim_state_dict(
 ) -> dict[str, Any]:
     """An optimizer's state by the names of the plain model's parameters, to be saved. All ranks call it.
 
-    Full values are gathered one by one: beside its shards, a rank holds what it is to have and one message of at most
-    16 MiB. Nothing in the result is memory of the optimizer. State that is no tensor of a parameter's shape (step
-    counters, Adafactor's rows and columns) is that of this rank, and compared between ranks; scalars are on the host.
-    Parameters without state are left out, and so is the state of a parameter under its further names. What a user has
-    put into `optim.state` under a string stays under it.
+    Full values are gathered one by one. Nothing in the result is memory of the optimizer. State that is no tensor of a
+    parameter's shape (step counters, Adafactor's rows and columns) is that of this rank, and compared between ranks.
+    Parameters without state are left out. What a user has put into `optim.state` under a string stays under it.
 
     Args:
         model: A sharded or compiled model that has all of the optimizer's parameters.
-        optim: Also one that was given to `flat_step`, `whole_step` or `step_in_backward`.
+        optim: Also one that was given to `flat_step` or `whole_step`.
         optim_state_dict: What to convert, in the place of `optim.state_dict()`; names in the place of numbers, and no
             `param_groups`, are taken.
         group: FSDP1's; nothing but the ranks of the model's mesh.
@@ -59,25 +74,31 @@ def optim_state_dict(
             `ShardedOptimStateDictConfig(offload_to_cpu)` for DTensors.
 
     Raises:
-        ConfigError: Inside a forward, a backward or `full_params`; if nothing is sharded, the model lacks one of the
-            optimizer's parameters, or a value is another rank's or laid out otherwise than its parameter.
+        ConfigError: Inside a forward or a backward; if nothing is sharded, or the model lacks one of the optimizer's
+            parameters.
         RankMismatchError: If ranks have state of other names or other values of what is not sharded.
     """
-    form = form_of(config, _WHERE)
-    sharded = between_steps(model, form, group, _WHERE)
-    loaded_state.prepare(optim)
-    named = optim_names.name_groups(sharded.module, optim_names.groups_of(optim), _WHERE)
+    where = "optim_state_dict()"
+    target = target_of(model, optim, where, config, group=group)
     given = optim.state_dict() if optim_state_dict is None else optim_state_dict
-    entries = _entries(given, named)
-    _refuse_other_layouts(entries, form)
-    alike.require(
-        _described(entries),
-        sharded.mesh,
-        what="optimizer state",
-        where=_WHERE,
-        instead="the same steps of the same optimizer on every rank",
-    )
-    return _converted(given, entries, named, form, sharded)
+    require_state(given, where)
+    named = target.named
+    by_name = {named.name_of(key) or key: state for key, state in given[STATE].items()}
+    unknown = [key for key in by_name if not isinstance(key, str)]
+    if unknown:
+        raise ConfigError(f"the state dict has state of parameter {unknown[0]}, which the optimizer lacks", where=where)
+    entries = {name: by_name.pop(name) for name in named.parameters if name in by_name} | by_name
+    _compare(entries, target)
+    receives = not target.rank0_only or target.is_first()
+    state = {}
+    for name, value in entries.items():
+        saved = _mapped(value, lambda _, leaf: _saved(leaf, target, receives=receives))
+        if receives:
+            state[name] = saved
+    if not receives:
+        return {}
+    rest = {key: copy.deepcopy(value) for key, value in given.items() if key not in (STATE, GROUPS)}
+    return {STATE: state, **({GROUPS: named.renamed(given[GROUPS])} if GROUPS in given else {}), **rest}
 
 
 def optim_state_dict_to_load(
@@ -93,10 +114,9 @@ def optim_state_dict_to_load(
     """What `optim.load_state_dict` takes of a state dict with names, which `optim_state_dict` or one process has saved.
 
     Each rank keeps its part of full values. All ranks have the whole state dict then, and nothing is communicated; or
-    the first one alone (`rank0_only`), which sends each rank its rows, value by value. DTensors of sharded state
-    are taken as they are. Parameters without saved state have none afterwards. Groups are matched by their parameters:
-    saved with others, in another order or in part, each keeps its settings. State under a string that names no
-    parameter is passed on.
+    the first one alone (`rank0_only`), which sends each rank its rows, value by value. Parameters without saved state
+    have none afterwards. Groups are matched by their parameters: saved with others, in another order or in part, each
+    keeps its settings. State under a string that names no parameter is passed on.
 
     Args:
         model: A sharded or compiled model that has all of the optimizer's parameters.
@@ -109,131 +129,262 @@ def optim_state_dict_to_load(
         config: `FullOptimStateDictConfig(rank0_only=True)` if the first rank of the mesh alone has it.
 
     Raises:
-        ConfigError: On all ranks if the first one alone has the state dict, and before anything is changed: if
-            it numbers parameters, names some that the model does not have, or has values of other shapes, of other
-            ranks or on the meta device; else as `optim_state_dict`.
+        ConfigError: On all ranks if the first one alone has the state dict, and before anything is changed: if it
+            numbers parameters, names some that the model does not have, or has values of other shapes or layouts, or on
+            the meta device; else as `optim_state_dict`.
     """
-    kind = OptimStateKeyType.PARAM_NAME if is_named_optimizer else OptimStateKeyType.PARAM_ID
-    where = "optim_state_dict_to_load()"
-    form = form_of(config, where)
-    sharded = between_steps(model, form, group, where)
-    loaded_state.update_optimizer(optim)
-    named = optim_names.name_groups(sharded.module, optim_names.groups_of(optim), where)
-    result = to_load(optim_state_dict, sharded, Target(named, kind, optim, where), form.receivers)
+    target = target_of(model, optim, "optim_state_dict_to_load()", config, group=group)
+    result = to_load(optim_state_dict, target, optim, by_name=is_named_optimizer)
     if load_directly:
         optim.load_state_dict(result)
     return result
 
 
 @dataclasses.dataclass(frozen=True)
-class _Entry:
-    """The state of one parameter by its name, or what a user has put under a string; `param` if it is sharded."""
+class Target:
+    """An optimizer of a sharded model, and the form of a state dict of it; `where` is the call, in errors."""
 
-    key: str
-    state: Any
-    param: FSDPParam | None
+    named: NamedGroups
+    meshes: list[DeviceMesh]
+    where: str
+    is_full: bool
+    rank0_only: bool
+    on_host: bool
 
-    def leaves(self) -> Iterator[tuple[str, Any]]:
-        """Each value with its key, in an order that is the same on all ranks."""
-        held = self.state if isinstance(self.state, dict) else {"": self.state}
-        return ((str(key), leaf) for key, value in held.items() for leaf in tree_leaves(value))
-
-
-def _entries(given: Mapping[str, Any], named: NamedGroups) -> list[_Entry]:
-    """In the order of the optimizer's parameters; the user's own follow."""
-    optim_names.require_state(given, _WHERE)
-    sharded = sharded_parameters()
-    found = {}
-    for key, state in given[STATE].items():
-        name = named.name_of(key)
-        if name is None and not isinstance(key, str):
-            raise ConfigError(
-                f"the state dict has state of parameter {key}, and the optimizer has {len(named.names)}",
-                where=_WHERE,
-                instead="optim.state_dict() of this optimizer",
-            )
-        parameter = named.parameters.get(name or "")
-        found[name or key] = _Entry(name or key, state, None if parameter is None else sharded.get(parameter))
-    in_order = [name for name in named.names if name in found]
-    return [found[key] for key in dict.fromkeys([*in_order, *found])]
+    def is_first(self, *, sends: bool = False) -> bool:
+        """Whether this is the first rank of the meshes, which `sends` state to the others, or gets theirs."""
+        return is_first(self.named.parameters.values(), self.where, sends=sends)
 
 
-def _refuse_other_layouts(entries: list[_Entry], form: Form) -> None:
-    for entry in entries:
-        for key, leaf in entry.leaves():
-            if entry.param is None or not isinstance(leaf, DTensor):
-                continue
-            where = f"{_WHERE}, state {key!r} of {entry.key}"
-            if loaded_state.is_of_other_rank(leaf, entry.param.dtensor):
-                raise ConfigError(
-                    "it was saved by another rank, and holds that rank's part",
-                    where=where,
-                    instead="optim.state_dict()",
-                )
-            if form.values is Values.FULL and not is_laid_out_like(leaf, entry.param):
-                raise ConfigError(
-                    f"it is not laid out as its parameter: shape {tuple(leaf.shape)}, {leaf.placements}, parts of type "
-                    f"{type(local_tensor(leaf)).__name__}",
-                    where=where,
-                    instead="torch.distributed.checkpoint, which saves optimizer.state_dict() as it is; or "
-                    "fsdp_compile.whole_step(optimizer), which keeps such state in full",
-                )
+def target_of(
+    model: nn.Module,
+    optim: Optimizer | None,
+    where: str,
+    config: OptimStateDictConfig | None,
+    *,
+    group: dist.ProcessGroup | None = None,
+    optim_input: Any = None,
+) -> Target:
+    """The optimizer of a model between two steps; raises `ConfigError` as `optim_state_dict` does."""
+    module = unwrap(model)
+    shard_between_steps(module, where, instead=f"{where} before or after it")
+    chosen = FullOptimStateDictConfig() if config is None else config
+    if not isinstance(chosen, FullOptimStateDictConfig | ShardedOptimStateDictConfig):
+        raise ConfigError(
+            f"config is {chosen!r}",
+            where=where,
+            instead="torch.distributed.fsdp.FullOptimStateDictConfig(offload_to_cpu=..., rank0_only=...) for full "
+            "tensors, or ShardedOptimStateDictConfig(offload_to_cpu=...) for DTensors, whose to_local() is this rank's",
+        )
+    meshes = meshes_of(module.parameters())
+    if not meshes:
+        raise ConfigError(
+            "nothing in this model is sharded",
+            where=f"{where} of {type(module).__name__}",
+            instead="fully_shard(model) before; optimizer.state_dict() and load_state_dict() for a plain model",
+        )
+    if group is not None and set(dist.get_process_group_ranks(group)) != set(meshes[0].mesh.flatten().tolist()):
+        raise ConfigError(
+            f"group has ranks {dist.get_process_group_ranks(group)}, and the model is on {meshes[0]}",
+            where=where,
+            instead="no group: state is gathered over the mesh, whose first rank is the one of rank0_only",
+        )
+    is_full = isinstance(chosen, FullOptimStateDictConfig)
+    named = named_groups(module, where, optim, optim_input)
+    return Target(named, meshes, where, is_full, getattr(chosen, "rank0_only", False), chosen.offload_to_cpu)
 
 
-def _described(entries: list[_Entry]) -> dict[str, str]:
-    """What has to be the same on all ranks: keys, and values that are not sharded."""
-    found: dict[str, str] = {}
-    for entry in entries:
-        if entry.param is not None:
-            # The order of keys is that of the gathers.
-            found[entry.key] = f"state of {[key for key, _ in entry.leaves()]}"
-            for key, leaf in entry.leaves():
-                name = f"{entry.key}: {key}"
-                found[name] = f"{found[name]}, {_text(leaf)}" if name in found else _text(leaf)
-    return found
+def _mapped(state: Any, change: Callable[[object, Any], Any]) -> Any:
+    """A parameter's state with each value changed, the values of a dict in the order of their keys."""
+    if not isinstance(state, dict):
+        return tree_map(lambda leaf: change("", leaf), state)
+    made = {key: tree_map(lambda leaf, key=key: change(key, leaf), state[key]) for key in sorted(state, key=str)}
+    return {key: made[key] for key in state}
+
+
+def _leaves(state: Any) -> Iterator[tuple[object, Any]]:
+    held = state if isinstance(state, dict) else {"": state}
+    return ((key, leaf) for key in sorted(held, key=str) for leaf in tree_leaves(held[key]))
+
+
+def _compare(entries: Mapping[str, Any], target: Target) -> None:
+    """Raises `RankMismatchError` on all ranks if ranks differ in what is not sharded."""
+    known = target.named.parameters
+    said: dict[Any, Any] = {}
+    for name, state in entries.items():
+        if isinstance(known.get(name), DTensor):
+            said |= {(name, str(key), number): _text(leaf) for number, (key, leaf) in enumerate(_leaves(state))}
+    text = repr(sorted(said.items()))
+    if len(union({text if len(text) < 64 else hash_of(text): True}, target.meshes)) == 1:
+        return
+    everything = union(dict.fromkeys(said.items(), True), target.meshes)
+    differ = sorted({f"{key!r} of {name}" for (name, key, _), _ in everything.keys() - said.items()})
+    raise RankMismatchError(
+        "ranks have different optimizer state: " + ("; ".join(differ[:5]) or "another rank lacks some of this one's"),
+        where=target.where,
+        instead="the same steps of the same optimizer on every rank",
+    )
+
+
+def hash_of(text: str) -> str:
+    """A short text in the place of a long one."""
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _text(leaf: Any) -> str:
     if isinstance(leaf, DTensor):
         return f"sharded {leaf.dtype}"
     if isinstance(leaf, torch.Tensor):
-        value = leaf.detach().cpu()
-        shown = value.item() if value.numel() == 1 else alike.digest(value)
-        return f"{leaf.dtype} {tuple(leaf.shape)} {shown}"
+        return f"{leaf.dtype} {tuple(leaf.shape)} {hash_of(repr(leaf.detach().cpu().tolist()))}"
     return repr(leaf) if isinstance(leaf, bool | int | float | str | None) else type(leaf).__name__
 
 
-def _converted(
-    given: Mapping[str, Any], entries: list[_Entry], named: NamedGroups, form: Form, sharded: Sharded
+@torch.no_grad()
+def _saved(leaf: Any, target: Target, *, receives: bool) -> Any:
+    """A value as it is saved, in memory of its own; `None` for tensors that this rank does not get."""
+    if not isinstance(leaf, torch.Tensor):
+        return copy.deepcopy(leaf)
+    if isinstance(leaf, DTensor) and not target.is_full:
+        local = local_tensor(leaf)
+        return make_dtensor(local.to("cpu" if target.on_host else local.device, copy=True), leaf)
+    full = full_value(leaf) if isinstance(leaf, DTensor) else leaf.detach().clone()
+    on_host = target.on_host or full.dim() == 0
+    return (full.cpu() if on_host else full) if receives else None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sent:
+    """Stands for a full tensor that the first rank sends by itself, of which each rank gets its part."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def to_load(
+    state_dict: Mapping[str, Any] | None, target: Target, optim: Optimizer | None, *, by_name: bool = False
 ) -> dict[str, Any]:
-    receives = form.receivers is Receivers.ALL or sharded.is_first
+    """What an optimizer's `load_state_dict` takes; arguments and errors are those of `optim_state_dict_to_load`."""
+    tensors: list[torch.Tensor] = []
+    named = target.named
+    settings = [{} for _ in named.groups] if optim is None else optim.param_groups
+    keys: dict[str, Any] = {name: name for name in named.numbers} if by_name else dict(named.numbers)
+    read = _from_first(state_dict, target, optim, tensors) if target.rank0_only else _read(state_dict, target, optim)
+    following = iter(tensors)
     state = {}
-    for entry in entries:
-        value = tree_map(lambda leaf, param=entry.param: _saved(leaf, param, form, receives=receives), entry.state)
-        if receives:
-            state[entry.key] = value
-    if not receives:
-        return {}
-    others = {key: copy.deepcopy(value) for key, value in given.items() if key not in (STATE, GROUPS)}
-    groups = {GROUPS: optim_names.with_names(given[GROUPS], named)} if GROUPS in given else {}
-    return {STATE: state, **groups, **others}
+    for name, held in read[STATE].items():
+        like = named.parameters.get(name)
+        state[keys.get(name, name)] = _mapped(held, functools.partial(_placed, like=like, sent=following))
+    if by_name and optim is not None:
+        for key, kept in optim.state_dict()[STATE].items():
+            state.setdefault(key, tree_map(copy.deepcopy, kept))
+    groups = {GROUPS: named.regrouped(read[GROUPS], settings, keys, target.where)} if GROUPS in read else {}
+    return {**read, STATE: state, **groups}
+
+
+def _from_first(
+    state_dict: Mapping[str, Any] | None, target: Target, optim: Optimizer | None, tensors: list[torch.Tensor]
+) -> dict[str, Any]:
+    """What the first rank has read, without the full tensors of parameters, which it adds to `tensors`."""
+    sent: dict[str, Any] = {}
+    if target.is_first(sends=True):
+        try:
+            read = _read(state_dict, target, optim)
+            for name, held in read[STATE].items():
+                like = target.named.parameters.get(name)
+                read[STATE][name] = _mapped(held, functools.partial(_outline, like=like, tensors=tensors))
+            sent = {"read": pickle.dumps(read)}
+        except ConfigError as error:
+            sent = {"error": str(error)}
+        except Exception as error:  # whatever it is: the others wait for the message
+            sent = {"error": f"the first rank cannot send the state dict: {type(error).__name__}: {error}"}
+    heard = union(sent, target.meshes)
+    if "error" in heard:
+        raise ConfigError(heard["error"], where=target.where)
+    return pickle.loads(heard["read"])
+
+
+def _outline(key: object, leaf: Any, like: torch.Tensor | None, tensors: list[torch.Tensor]) -> Any:
+    if _is_cut(key, leaf, like):
+        tensors.append(leaf)
+        return _Sent(tuple(leaf.shape), leaf.dtype)
+    return leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _read(state_dict: Mapping[str, Any] | None, target: Target, optim: Optimizer | None) -> dict[str, Any]:
+    """A state dict that fits: states of the optimizer's parameters by their first names, and the rest of it."""
+    named, given = target.named, state_dict or {}
+    if kind_of_keys(given, target.where) is OptimStateKeyType.PARAM_ID:
+        raise ConfigError(
+            "the state dict numbers parameters and does not name them",
+            where=target.where,
+            instead="rekey_optim_state_dict(state, OptimStateKeyType.PARAM_NAME, plain_model, optim=its_optimizer)",
+        )
+    state: dict[str, Any] = {}
+    wrong = [
+        f"{name} is not in the model"
+        for group in given.get(GROUPS, ())
+        for name in group[PARAMS]
+        if name not in named.first_names
+    ]
+    for key, held in given[STATE].items():
+        name = named.first_names.get(key, key)
+        if name in named.parameters or key not in named.first_names:  # the rest is of parameters of other optimizers
+            state[name] = held
+            wrong += _problems(name, held, target, optim)
+    if wrong:
+        raise ConfigError(
+            "the state dict does not fit the optimizer: " + "; ".join(wrong),
+            where=target.where,
+            instead="what optim_state_dict() of the same model, on any number of ranks, gave; or full, plain tensors",
+        )
+    return {**given, STATE: state}
+
+
+def _problems(name: str, held: Any, target: Target, optim: Optimizer | None) -> Iterator[str]:
+    """What is wrong with the state of a parameter, in words."""
+    like = target.named.parameters.get(name)
+    has_shapes = type(optim).__module__.startswith("torch.optim.") and not isinstance(optim, Adafactor | LBFGS)
+    for key, leaf in _leaves(held):
+        title = f"{key!r} of {name}"
+        if like is None or not isinstance(leaf, torch.Tensor):
+            continue
+        if leaf.is_meta:
+            yield f"{title} is on the meta device"
+        elif isinstance(leaf, DTensor) and target.rank0_only:
+            yield f"{title} is a DTensor, and the first rank alone has it"
+        elif isinstance(leaf, DTensor) and not (isinstance(like, DTensor) and _can_be_laid_out(leaf, like)):
+            yield f"{title} is a DTensor of shape {tuple(leaf.shape)} on {leaf.device_mesh}, or of another rank"
+        elif has_shapes and held.get(key) is leaf and leaf.shape != like.shape and not is_number(key, leaf):
+            yield f"{title} has shape {tuple(leaf.shape)}, and the parameter {tuple(like.shape)}"
+
+
+def _can_be_laid_out(value: DTensor, like: DTensor) -> bool:
+    if (value.shape, value.device_mesh) != (like.shape, like.device_mesh):
+        return False
+    if value.device_mesh.get_coordinate() != like.device_mesh.get_coordinate():
+        return False  # a mesh that was unpickled says the place of the rank that pickled it
+    return value.placements != like.placements or local_tensor(value).numel() == local_tensor(like).numel()
+
+
+def _is_cut(key: object, leaf: Any, like: torch.Tensor | None) -> bool:
+    """Whether each rank keeps its part of a plain tensor."""
+    is_plain = isinstance(leaf, torch.Tensor | _Sent) and not isinstance(leaf, DTensor)
+    if not is_plain or not isinstance(like, DTensor) or tuple(leaf.shape) != tuple(like.shape):
+        return False
+    return isinstance(leaf, _Sent) or not is_number(key, leaf)
 
 
 @torch.no_grad()
-def _saved(leaf: Any, param: FSDPParam | None, form: Form, *, receives: bool) -> Any:
-    """A value as it is saved, in memory of its own; `None` for tensors that this rank does not get."""
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    is_on_host = form.memory is Memory.HOST
-    if isinstance(leaf, DTensor):
-        local = local_tensor(leaf)
-        if form.values is Values.SHARDED:
-            return make_dtensor(_copied(local, is_on_host=is_on_host), leaf)
-        if param is not None:
-            return gather_whole(local, param.spec, param.tensor_parallel, form.receivers, _HOST if is_on_host else None)
-        leaf = leaf.full_tensor()  # a DTensor of another library
-    return _copied(leaf, is_on_host=is_on_host or leaf.dim() == 0) if receives else None
-
-
-def _copied(value: torch.Tensor, *, is_on_host: bool) -> torch.Tensor:
-    return value.detach().to(_HOST if is_on_host else value.device, copy=True)
+def _placed(key: object, leaf: Any, like: torch.Tensor | None, sent: Iterator[torch.Tensor]) -> Any:
+    """What this rank keeps of a value, in memory of its own."""
+    if isinstance(leaf, _Sent):
+        assert isinstance(like, DTensor)
+        full = next(sent, None)  # where this is not the first rank: none
+        whole = torch.empty(leaf.shape, dtype=leaf.dtype) if full is None else full
+        return shard_like(whole, like, source=0)
+    if _is_cut(key, leaf, like):
+        return shard_like(leaf, like)  # type: ignore[arg-type]
+    if isinstance(leaf, DTensor) and isinstance(like, DTensor):
+        same = leaf if leaf.placements == like.placements else leaf.redistribute(placements=like.placements)
+        return make_dtensor(local_tensor(same).to(local_tensor(like).device, copy=True), like)
+    return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf)

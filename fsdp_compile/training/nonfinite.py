@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile.runtime.module_state import units
+from fsdp_compile._torch.fully_shard import groups_of, modules_of, params_of, state_of
+from fsdp_compile._torch.fully_shard_params import sharded_param
 from fsdp_compile.training.world import World
 
 
@@ -22,7 +23,7 @@ def describe_nonfinite(model: nn.Module, loss: Tensor, world: World) -> str:
         loss: That of this rank.
         world: This rank.
     """
-    unit_of = {id(param.parameter): unit.title for unit in units(model) for param in unit.params}
+    unit_of = _units(model)
     # Backward reaches what is registered last first, and takes what is not finite on from there.
     parameters = list(model.named_parameters())[::-1]
     broken = [number for number, (_, each) in enumerate(parameters) if not _is_finite(each.grad)]
@@ -37,6 +38,18 @@ def describe_nonfinite(model: nn.Module, loss: Tensor, world: World) -> str:
     else:
         parts.append("all gradients are finite, but not their norm" if not parts else "all gradients are finite")
     return "; ".join(parts)
+
+
+def _units(model: nn.Module) -> dict[int, str]:
+    """By `id` of each sharded parameter, the names of the modules that its unit was made of."""
+    paths = {module: path for path, module in model.named_modules()}
+    states = dict.fromkeys(state for module in paths if (state := state_of(module)) is not None)
+    return {
+        id(sharded_param(param)): "+".join(paths[module] for module in modules_of(state)) or "(root)"
+        for state in states
+        for group in groups_of(state)
+        for param in params_of(group)
+    }
 
 
 def _is_finite(gradient: Tensor | None) -> bool:

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
-from fsdp_compile._torch.distributed import store_of_this_start, timeout_of
-from fsdp_compile._torch.nccl_groups import high_priority
+from fsdp_compile._torch.distributed import high_priority, store_of_this_start, timeout_of
 from fsdp_compile.training.placement import TIMEOUT_S, DeviceKind
 
 T = TypeVar("T")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,6 @@ from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
 from torch.nn.attention.flex_attention import flex_attention
 
-from fsdp_compile import fully_shard
 from tests import long
 from tests.beside import Beside, Run, close, compile_eagerly, loss_of
 from tests.capture.accumulation import check_accumulation
@@ -173,36 +171,3 @@ def test_other_functions_that_read_are_refused() -> None:
 def test_nested_regions_are_refused() -> None:
     with fake_world(2), pytest.raises(BackendCompilerFailed, match=r"(?s)nested_compile_region.*'share_code': True"):
         compile_eagerly(_Regions())(torch.ones(2, WIDTH))
-
-
-class _Chosen(nn.Module):
-    """Chooses by data between two matrices, which are read before."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.v = nn.Parameter(torch.eye(WIDTH))
-        self.w = nn.Parameter(-torch.eye(WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        v, w = self.v, self.w
-        return torch.cond(x.sum() > 4 * WIDTH, lambda y: y @ v, lambda y: torch.sin(y @ w), (x,))
-
-
-def _check_eager_branches() -> None:
-    model = fully_shard(_Cond())
-    with pytest.raises(RuntimeError, match=r"(?s)torch\.cond\(\) reads a parameter.*not compiled.*read it before"):
-        model(torch.ones(2, WIDTH))
-    for batch in (torch.ones(4, WIDTH), torch.arange(4.0).mul(3).reshape(4, 1).expand(4, WIDTH)):
-        chosen = _Chosen()
-        reference = copy.deepcopy(chosen)
-        fully_shard(chosen)
-        for each in batch.chunk(2):
-            (loss_of(reference(each)) / 2).backward()
-        loss_of(chosen(batch.chunk(2)[torch.distributed.get_rank()])).backward()
-        for (name, mine), theirs in zip(chosen.named_parameters(), reference.parameters(), strict=True):
-            close(mine.grad.full_tensor(), theirs.grad, name)  # type: ignore[union-attr]
-
-
-def test_branches_of_uncompiled_code_that_read_are_refused_and_may_use_what_was_read_before() -> None:
-    """The second batch makes the ranks take different branches."""
-    run_ranks(_check_eager_branches, world_size=2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import subprocess
 import sys
@@ -13,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_compile import UnsupportedModelError, fully_shard
+from fsdp_compile import ConfigError
 from tests import long
 from tests.beside import Beside, Run
 from tests.models.kinds import WIDTH, Stack
@@ -99,7 +98,7 @@ def _refused(make: Callable[[], nn.Module]) -> str:
     model = make()
     for part in list(model.children())[:-1]:
         part.compile(**IN_PLACE)
-    with pytest.raises(UnsupportedModelError) as caught:
+    with pytest.raises(ConfigError) as caught:
         model(torch.ones(2, WIDTH))
     assert all(type(parameter) is nn.Parameter for parameter in model.parameters()), "something was sharded"
     return str(caught.value)
@@ -109,7 +108,7 @@ def _refused(make: Callable[[], nn.Module]) -> str:
 def test_parts_whose_rest_is_plain_are_refused_before_anything_is_sharded(make: Callable[[], nn.Module]) -> None:
     for message in run_ranks(_refused, make):
         assert "only a part of a model is compiled" in message
-        assert "of the whole model, or fully_shard(model) before its parts are compiled" in message
+        assert "fully_shard(model) first, or compile the model" in message
 
 
 def _nothing(_model: nn.Module) -> list[nn.Module]:
@@ -124,53 +123,6 @@ def _nothing(_model: nn.Module) -> list[nn.Module]:
 )
 def test_what_the_refusal_of_a_shared_trunk_advises(how: Run, parts: Callable[[nn.Module], list[nn.Module]]) -> None:
     run_ranks(_train, _TwoHeads, how, parts)
-
-
-def _copied() -> list[str]:
-    """A copy is not compiled, and stays plain, whenever it is made."""
-    model = _sequential()
-    model.compile(**IN_PLACE)
-    copies = [copy.deepcopy(model)]
-    for each in copies:
-        each(torch.ones(2, WIDTH))
-    model(torch.ones(2, WIDTH))
-    return [type(parameter).__name__ for each in (*copies, model) for parameter in each.parameters()]
-
-
-def test_copies_of_a_module_that_was_not_called_yet_stay_plain() -> None:
-    assert run_ranks(_copied) == [["Parameter"] * 4 + ["DTensor"] * 4] * 2
-
-
-def _shared_memory() -> nn.Module:
-    model = _sequential()
-    model[2].weight = nn.Parameter(model[0].weight.detach())  # type: ignore[index]
-    return model
-
-
-def _memory_as_advised() -> None:
-    """The three things that the refusal of parameters that share memory says to write instead."""
-    with pytest.raises(UnsupportedModelError, match="share memory and are two tensors") as caught:
-        fully_shard(_shared_memory())
-    assert "(b.weight = a.weight)" in str(caught.value)
-    assert "nn.Parameter(b.weight.detach().clone())" in str(caught.value)
-    for make in (_tied, _cloned):
-        _train(make, Run.PLAIN, _nothing)
-
-
-def _tied() -> nn.Module:
-    model = _shared_memory()
-    model[2].weight = model[0].weight  # type: ignore[index]
-    return model
-
-
-def _cloned() -> nn.Module:
-    model = _shared_memory()
-    model[2].weight = nn.Parameter(model[2].weight.detach().clone())  # type: ignore[index]
-    return model
-
-
-def test_what_the_refusal_of_shared_memory_advises() -> None:
-    run_ranks(_memory_as_advised)
 
 
 SCRIPT = textwrap.dedent(

@@ -1,9 +1,8 @@
-"""Models whose forward Dynamo leaves to Python are sharded as a whole, or refused before a rank trains its own copy."""
+"""Models whose forward Dynamo leaves to Python are sharded as a whole, and train as in one process."""
 
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile import ConfigError, UnsupportedModelError, fully_shard
+from fsdp_compile import ConfigError, fully_shard
 from tests import long
 from tests.beside import Beside, Run, close, compile_eagerly, loss_of
 from tests.fake_world import fake_world
@@ -32,53 +31,7 @@ class Recurrent(nn.Module):
         return self.cell(x)[0]
 
 
-class _Holder:
-    """Holds models without being a module."""
-
-    def __init__(self) -> None:
-        self.model = Recurrent()
-        self.parts = {"cell": nn.LSTM(WIDTH, WIDTH)}
-
-    def run(self, x: torch.Tensor) -> torch.Tensor:
-        return self.model(x)
-
-    def run_part(self, x: torch.Tensor) -> torch.Tensor:
-        return self.parts["cell"](x)[0]
-
-
-GLOBAL = nn.LSTM(WIDTH, WIDTH)
 Call = Callable[[torch.Tensor], torch.Tensor]
-
-
-def _closure() -> tuple[Call, nn.Module]:
-    cell = nn.LSTM(WIDTH, WIDTH)
-    return compile_eagerly(lambda x: cell(x)[0]), cell
-
-
-def _global() -> tuple[Call, nn.Module]:
-    return compile_eagerly(lambda x: GLOBAL(x)[0]), GLOBAL
-
-
-def _argument() -> tuple[Call, nn.Module]:
-    model = Recurrent()
-    call = compile_eagerly(lambda one, x: one(x))
-    return lambda x: call(model, x), model
-
-
-def _list_of_arguments() -> tuple[Call, nn.Module]:
-    cell = nn.LSTM(WIDTH, WIDTH)
-    call = compile_eagerly(lambda several, x: several[0](x)[0])
-    return lambda x: call([cell], x), cell
-
-
-def _method() -> tuple[Call, nn.Module]:
-    holder = _Holder()
-    return compile_eagerly(holder.run), holder.model
-
-
-def _part_of_an_attribute() -> tuple[Call, nn.Module]:
-    holder = _Holder()
-    return compile_eagerly(holder.run_part), holder.parts["cell"]
 
 
 def _module() -> tuple[Call, nn.Module]:
@@ -98,28 +51,11 @@ def _module_itself_compiled() -> tuple[Call, nn.Module]:
     return model, model
 
 
-def _one_of_two() -> tuple[Call, nn.Module]:
-    first, second = nn.Linear(WIDTH, WIDTH, bias=False), Recurrent()
-    nn.init.eye_(first.weight)  # not part of what is compared
-    return compile_eagerly(lambda x: second(first(x))), second
-
-
 REACHED: dict[str, Callable[[], tuple[Call, nn.Module]]] = {
-    "argument": _argument,
-    "method": _method,
     "module": _module,
     "module-of-torch": _torchs_module,
     "module.compile": _module_itself_compiled,
-    "one-of-two": _one_of_two,
 }
-BY_FUNCTIONS = ("argument", "method", "one-of-two")
-UNREACHED: dict[str, Callable[[], tuple[Call, nn.Module]]] = {
-    "closure": _closure,
-    "global": _global,
-    "list-of-arguments": _list_of_arguments,
-    "part-of-an-attribute": _part_of_an_attribute,
-}
-"""Functions that call an `nn.LSTM` by themselves: no user code is called that Dynamo would compile."""
 
 
 def _train(call: Call, model: nn.Module, reference: nn.Module) -> None:
@@ -142,45 +78,22 @@ def _train(call: Call, model: nn.Module, reference: nn.Module) -> None:
         reference.zero_grad()
 
 
-def _trained(way: str) -> list[str]:
-    """Trains two models of one class, one after the other; returns the warnings."""
-    said = []
-    for _ in range(1 if way in BY_FUNCTIONS else 2):  # of a function, Dynamo tells once
+def _trained(way: str) -> None:
+    """Trains two models of one class, one after the other."""
+    for _ in range(2):
         torch.manual_seed(0)
         call, model = REACHED[way]()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            _train(call, model, copy.deepcopy(model))
-        said += [str(each.message) for each in caught if "in Python" in str(each.message)]
-    return said
+        _train(call, model, copy.deepcopy(model))
 
 
 @pytest.mark.core
-@long.parametrize("way", REACHED, always=["argument", "one-of-two"])
+@long.parametrize("way", REACHED, always=["module"])
 def test_its_training_is_that_of_one_process(way: str) -> None:
-    for said in run_ranks(_trained, way):
-        assert len(said) == (way in BY_FUNCTIONS)
-        for warning in said:
-            assert "Dynamo runs the call of Recurrent by a compiled function in Python" in warning
-            assert "Attempted to wrap RNN, GRU, or LSTM" in warning
-            assert "torch.compile(model, backend='fsdp')" in warning
-
-
-@pytest.mark.core
-@pytest.mark.parametrize("way", UNREACHED)
-def test_its_first_backward_is_refused(way: str) -> None:
-    with fake_world(2):
-        call, model = UNREACHED[way]()
-        with pytest.raises(UnsupportedModelError) as caught:
-            call(torch.ones(2, 3, WIDTH)).sum().backward()
-    assert "never reached the backend" in caught.value.what
-    assert "Attempted to wrap RNN, GRU, or LSTM" in caught.value.what
-    assert f"{type(model).__name__}, parameter " in (caught.value.where or "")
-    assert "fsdp_compile.fully_shard(model) before the function's first call" in (caught.value.instead or "")
+    run_ranks(_trained, way)
 
 
 def _as_advised(advice: str) -> None:
-    """What the refusal says to write instead."""
+    """What docs/limits.md says to write around a function whose model Dynamo leaves to Python."""
     torch.manual_seed(0)
     model = nn.LSTM(WIDTH, WIDTH)
     reference = copy.deepcopy(model)
@@ -194,38 +107,8 @@ def _as_advised(advice: str) -> None:
 
 
 @pytest.mark.parametrize("advice", ["fully_shard", "compile-the-model"])
-def test_what_the_refusal_advises(advice: str) -> None:
+def test_functions_that_are_left_to_python(advice: str) -> None:
     run_ranks(_as_advised, advice)
-
-
-def _past_the_recompile_limit() -> list[str]:
-    """What comes of four models of a function with room for two compiles."""
-
-    @compile_eagerly
-    def call(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return model(x)
-
-    results = []
-    with torch._dynamo.config.patch(recompile_limit=2):
-        for number in range(4):
-            model = type(f"Linear{number}", (nn.Linear,), {})(4, 4)
-            try:
-                call(model, torch.ones(2, 4)).sum().backward()
-                results.append(type(model.weight).__name__)
-            except UnsupportedModelError as error:
-                results.append(str(error))
-    return results
-
-
-def test_models_of_a_function_past_the_recompile_limit_are_refused() -> None:
-    with fake_world(2):
-        *first, third, fourth = _past_the_recompile_limit()
-    assert first == ["DTensor", "DTensor"]
-    for message, name in ((third, "Linear2"), (fourth, "Linear3")):
-        assert "has met Dynamo's recompile_limit = 2 and runs in Python" in message
-        assert f"{name}, parameter weight, in call (" in message
-        assert "fully_shard(model) before" in message
-        assert "torch._dynamo.config.recompile_limit" in message
 
 
 def _many_of_a_class(form: str) -> None:
@@ -298,17 +181,8 @@ def test_ignored_parameters_take_gradients() -> None:
         assert torch.equal(model.second.weight.grad, torch.full((WIDTH,), 2.0))
 
 
-def test_hooks_of_a_model_that_is_sharded_after_all_do_nothing() -> None:
-    with fake_world(2):
-        call, model = _closure()
-        call(torch.ones(2, 3, WIDTH))
-        fully_shard(model)
-        call(torch.ones(2, 3, WIDTH)).sum().backward()
-        assert all(parameter.grad is not None for parameter in model.parameters())
-
-
 @pytest.mark.core
-@pytest.mark.parametrize("form", ["module", "function", "module.compile"])
+@pytest.mark.parametrize("form", ["module", "module.compile"])
 def test_a_model_on_meta_that_gets_a_real_batch(form: str) -> None:
     with torch.device("meta"):
         model = Stack()
@@ -316,10 +190,10 @@ def test_a_model_on_meta_that_gets_a_real_batch(form: str) -> None:
     if form == "module.compile":
         model.compile(backend="fsdp", options={"lower": "eager"})
     else:
-        call = compile_eagerly(model if form == "module" else lambda x: model(x))  # noqa: PLW0108
-    with fake_world(2), pytest.raises(ConfigError, match="on the meta device and has no value yet") as caught:
+        call = compile_eagerly(model)
+    with fake_world(2), pytest.raises(ConfigError, match="on the meta device: it has no value") as caught:
         call(torch.ones(2, WIDTH))
-    assert "fsdp_compile.materialize(model)" in (caught.value.instead or "")
+    assert "fsdp_compile.fully_shard(model, param_init_fn=...)" in (caught.value.instead or "")
 
 
 class _Task(nn.Module):
@@ -334,41 +208,6 @@ class _Task(nn.Module):
 
     def training_step(self, x: torch.Tensor) -> torch.Tensor:
         return self.net(x).sum()
-
-
-def _wrapped(task: _Task) -> Any:
-    return compile_eagerly(task)
-
-
-def _task_in_place(task: _Task) -> Any:
-    task.compile(backend="fsdp", options={"lower": "eager"})
-    return task
-
-
-def _inside_of_another_backend(task: _Task) -> Any:
-    for block in task.net.blocks:
-        block.compile(backend="fsdp", options={"lower": "eager"})
-    task.training_step = torch.compile(task.training_step, backend="aot_eager")  # type: ignore[method-assign]
-    return task
-
-
-TASKS: dict[str, Callable[[_Task], Any]] = {
-    "wrapped": _wrapped,
-    "in-place": _task_in_place,
-    "inside-of-another-backend": _inside_of_another_backend,
-}
-
-
-@pytest.mark.core
-@pytest.mark.parametrize("form", TASKS)
-def test_a_compiled_model_that_trains_by_other_calls_is_refused(form: str) -> None:
-    task = _Task()
-    compiled = TASKS[form](task)
-    with pytest.raises(UnsupportedModelError, match="gets gradients before the first call") as caught:
-        compiled.training_step(torch.ones(2, WIDTH)).backward()
-    assert "parameter " in (caught.value.where or "")
-    assert "those of the plain model" in (caught.value.instead or "")
-    assert "or fsdp_compile.fully_shard(model)" in (caught.value.instead or "")
 
 
 def _trained_by_another_method(form: str) -> None:
@@ -388,21 +227,3 @@ def _trained_by_another_method(form: str) -> None:
 @long.parametrize("form", ["fully_shard", "called"], always=["fully_shard"])
 def test_every_call_of_a_sharded_model_trains_it(form: str) -> None:
     run_ranks(_trained_by_another_method, form)
-
-
-def test_a_compiled_model_that_ddp_averages_instead_is_not_refused() -> None:
-    """As scripts do that catch a refusal."""
-    with fake_world(2):
-        model = Stack()
-        compiled = compile_eagerly(model)
-        torch.nn.parallel.DistributedDataParallel(model)(torch.ones(2, WIDTH)).sum().backward()
-        assert all(parameter.grad is not None for parameter in model.parameters())
-        del compiled
-
-
-def test_a_model_that_is_compiled_first_and_sharded_then_has_no_hooks_of_the_compile() -> None:
-    with fake_world(2):
-        model = Stack()
-        compile_eagerly(model)
-        fully_shard(model)
-        assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())

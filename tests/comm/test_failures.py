@@ -17,8 +17,9 @@ from torch import nn
 
 from fsdp_compile import RankFailedError, RankMismatchError, fully_shard
 from fsdp_compile.comm import failures
+from fsdp_compile.comm.failures import continue_stopped_ranks
 from fsdp_compile.comm.groups import RankStore
-from fsdp_compile.comm.stopped_ranks import continue_stopped_ranks
+from tests.beside import compile_eagerly
 from tests.fake_world import fake_world
 from tests.ranks import run_ranks
 
@@ -27,7 +28,7 @@ LOST = "[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1
 
 def _told() -> str:
     """Rank 1 ends by an error, which rank 0 hears of while it waits, and when a collective fails."""
-    place = RankStore.of_ranks("a test", (0, 1))
+    place = RankStore.of("a test", (0, 1))
     if dist.get_rank() == 1:
         failures.tell(ValueError("a broken row"))
         failures.tell(ValueError("what followed"))
@@ -50,7 +51,7 @@ class _OfDynamoError(Exception):
 
 
 def _told_by_a_compile() -> str:
-    place = RankStore.of_ranks("a test", (0, 1))
+    place = RankStore.of("a test", (0, 1))
     if dist.get_rank() == 1:
         failures.tell(_OfDynamoError())
         return ""
@@ -154,13 +155,14 @@ def _destroyed_first(port: int) -> str:
     rank = dist.get_rank()
     dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"tcp://localhost:{port}", rank=rank, world_size=2)
+    compile_eagerly(fully_shard(nn.Linear(4, 4)))(torch.ones(1, 4))
     model = fully_shard(nn.Linear(4, 4))
     if rank == 1:
         dist.destroy_process_group()
         failures.tell(ValueError("a broken row"))
         return ""
     with pytest.raises(RankFailedError) as waiting:
-        model(torch.ones(1, 4))
+        compile_eagerly(model)(torch.ones(1, 4))
     return waiting.value.what
 
 
@@ -168,4 +170,4 @@ def test_a_rank_that_has_destroyed_its_world_tells_all_the_same() -> None:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    assert run_ranks(_destroyed_first, port, timeout_s=60)[0] == "rank 1 failed: ValueError: a broken row"
+    assert run_ranks(_destroyed_first, port, timeout_s=200)[0] == "rank 1 failed: ValueError: a broken row"

@@ -12,14 +12,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.distributed.tensor import DTensor
 
 from fsdp_compile import ConfigError, FSDPOptions, fully_shard, units
 from fsdp_compile._torch.distributed import resolve_group
 from fsdp_compile.comm import mesh as mesh_module
-from fsdp_compile.comm.mesh import MeshPlacement
 from fsdp_compile.layout.hosts import GroupRanks
-from fsdp_compile.layout.spec import Reshard, parse
-from fsdp_compile.runtime.units import FSDPUnit
+from fsdp_compile.layout.spec import Reshard, UnshardSpec, parse
 from tests.fake_world import fake_world
 from tests.models.outlines import Block, Small, Transformer
 
@@ -27,19 +26,20 @@ KEPT, FREED = Reshard.AFTER_BACKWARD, Reshard.AFTER_FORWARD
 S = ShardingStrategy
 
 
-def _arranged(model: nn.Module, **arguments: Any) -> MeshPlacement:
-    (unit,) = units(fully_shard(model, **arguments))
-    return unit.policy.mesh_placement
+def _specs(model: nn.Module) -> list[UnshardSpec]:
+    """Those of the parameters of a model with one unit."""
+    (unit,) = units(model)
+    return [param.spec for group in unit.groups for param in group.params]
 
 
 @pytest.mark.core
 @pytest.mark.parametrize(
     ("strategy", "size", "replicas", "reshard"),
     [
-        (None, 8, 1, FREED),
+        (None, 8, 1, KEPT),  # as FSDP2's root
         (S.FULL_SHARD, 8, 1, FREED),
         (S.SHARD_GRAD_OP, 8, 1, KEPT),
-        (S.NO_SHARD, 1, 8, FREED),
+        (S.NO_SHARD, 1, 8, KEPT),
         (S.HYBRID_SHARD, 4, 2, FREED),
         (S._HYBRID_SHARD_ZERO2, 4, 2, KEPT),
     ],
@@ -49,10 +49,8 @@ def test_what_a_strategy_means(
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     with fake_world(8):
-        found = _arranged(Small(), sharding_strategy=strategy)
-        slot = next(iter(units(fully_shard(Small(), sharding_strategy=strategy))[0].params))
-    assert (found.size, found.replicas, found.reshard) == (size, replicas, reshard)
-    assert (slot.spec.size, slot.spec.replicas, slot.spec.reshard) == (size, replicas, reshard)
+        for spec in _specs(fully_shard(Small(), sharding_strategy=strategy)):
+            assert (spec.size, spec.replicas, spec.reshard) == (size, replicas, reshard)
 
 
 @pytest.mark.core
@@ -61,17 +59,11 @@ def test_what_a_strategy_means(
 )
 def test_what_a_number_means_for_what_is_kept(number: int, reshard: Reshard, kept_over: int) -> None:
     with fake_world(8, rank=5):
-        model = fully_shard(Small(), reshard_after_forward=number)
-        (unit,) = units(model)
-        assert (unit.policy.mesh_placement.reshard, unit.policy.mesh_placement.post_forward_size) == (
-            reshard,
-            kept_over,
-        )
-        for slot in unit.params:
-            assert parse(slot.spec.text) == slot.spec
-            assert (slot.spec.post_forward_size, slot.spec.size) == (kept_over, 8)
+        for spec in _specs(fully_shard(Small(), reshard_after_forward=number)):
+            assert parse(spec.text) == spec
+            assert (spec.reshard, spec.post_forward_size, spec.size) == (reshard, kept_over, 8)
             if kept_over > 1:
-                kept = resolve_group(slot.spec.post_forward_group)
+                kept = resolve_group(spec.post_forward_group)
                 assert kept is not None
                 begin = 5 // kept_over * kept_over
                 assert dist.get_process_group_ranks(kept) == list(range(begin, begin + kept_over))
@@ -83,10 +75,10 @@ def test_calls_without_a_mesh_share_the_groups_of_a_hybrid_one(monkeypatch: pyte
     with fake_world(6, rank=3):
         for child in model:
             fully_shard(child, sharding_strategy=S.HYBRID_SHARD)
-        meshes = {unit.policy.mesh for unit in units(model)}
-        (mesh, *_) = [unit.policy.mesh for unit in units(model)]
-        assert len(meshes) == 1
-        assert len({tuple(map(id, unit.policy.mesh.get_all_groups())) for unit in units(model)}) == 1
+        meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
+        mesh = meshes[0]
+        assert set(meshes) == {mesh}
+        assert len({tuple(map(id, each.get_all_groups())) for each in meshes}) == 1
         assert mesh.mesh.tolist() == [[0, 1], [2, 3], [4, 5]]
         assert mesh.mesh_dim_names == ("dp_replicate", "fsdp")
         assert mesh.get_local_rank("fsdp") == 1
@@ -99,13 +91,12 @@ def test_calls_without_a_mesh_share_the_groups_of_a_hybrid_one(monkeypatch: pyte
 def test_strides_of_groups_are_those_of_their_ranks(dims: tuple[str, ...], stride: int, replicate_stride: int) -> None:
     with fake_world(16, rank=5):
         mesh = init_device_mesh("cpu", (2, 2, 2, 2), mesh_dim_names=("a", "b", "c", "d"))[dims]
-        (unit,) = units(fully_shard(Small(), mesh=mesh))
-        for slot in unit.params:
-            assert (slot.spec.stride, slot.spec.replicate_stride) == (stride, replicate_stride)
-            assert parse(slot.spec.text) == slot.spec
-            group = resolve_group(slot.spec.group)
+        for spec in _specs(fully_shard(Small(), mesh=mesh)):
+            assert (spec.stride, spec.replicate_stride) == (stride, replicate_stride)
+            assert parse(spec.text) == spec
+            group = resolve_group(spec.group)
             assert group is not None
-            assert GroupRanks.of(dist.get_process_group_ranks(group)) == slot.spec.shard_ranks
+            assert GroupRanks.of(dist.get_process_group_ranks(group)) == spec.shard_ranks
 
 
 def test_names_of_dimensions_are_those_of_the_mesh_that_was_given() -> None:
@@ -134,7 +125,7 @@ def test_a_strategy_is_an_option_of_the_backend() -> None:
         model = Small()
         options: Any = {"lower": "eager", "sharding_strategy": S.NO_SHARD}
         torch.compile(model, backend="fsdp", options=options)(torch.ones(2, 6))
-        assert units(model)[0].policy.mesh_placement.replicas == 4
+        assert {spec.replicas for spec in _specs(model)} == {4}
     assert FSDPOptions(sharding_strategy=S.NO_SHARD).sharding == {"sharding_strategy": S.NO_SHARD}
 
 
@@ -164,8 +155,8 @@ def test_a_strategy_on_a_mesh_of_another_dimension_is_refused(monkeypatch: pytes
             fully_shard(Small(), sharding_strategy=S.HYBRID_SHARD)
 
 
-def _by_title(model: nn.Module) -> dict[str, FSDPUnit]:
-    return {unit.title: unit for unit in units(model)}
+def _by_title(model: nn.Module) -> dict[str, UnshardSpec]:
+    return {unit.title: unit.groups[0].params[0].spec for unit in units(model)}
 
 
 def test_units_may_differ_in_strategy() -> None:
@@ -185,11 +176,11 @@ def test_units_may_differ_in_strategy() -> None:
         fully_shard(chosen, auto_wrap_policy=policy)
         for model in (called, chosen):
             by_title = _by_title(model)
-            assert by_title["blocks.0"].policy.mesh_placement.replicas == 4
-            assert by_title["blocks.1"].policy.mesh_placement.reshard is KEPT
-            assert by_title["blocks.1"].policy.mixed_precision.param_dtype is torch.bfloat16
-            assert by_title["(root)"].policy.mesh_placement.size == 4
-            assert by_title["(root)"].policy.mixed_precision.param_dtype is None
+            assert by_title["blocks.0"].replicas == 4
+            assert by_title["blocks.1"].reshard is KEPT
+            assert by_title["blocks.1"].param_dtype is torch.bfloat16
+            assert by_title["(root)"].size == 4
+            assert by_title["(root)"].param_dtype is torch.float32
         assert "blocks.2" in _by_title(chosen)
 
 

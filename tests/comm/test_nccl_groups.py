@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from fsdp_compile._torch.nccl_groups import high_priority, new_group
+from fsdp_compile._torch.distributed import high_priority, new_group
 from fsdp_compile.comm import groups
 from fsdp_compile.training.placement import DeviceKind
 from fsdp_compile.training.world import join_world
@@ -118,7 +118,6 @@ def test_every_group_that_is_made_here_has_streams_of_high_priority() -> None:
     with fake_world(8) as world, mock.patch.object(dist, "new_group", note), config, alone:
         for make in (
             lambda: groups.alias_of(world, "reduce"),
-            lambda: groups.run_of(world, 4),
             lambda: groups.mesh_of_shape("cpu", (2, 4)),
             lambda: groups.comparing_group(groups.RankStore("here", tuple(range(8)), 0)),
         ):

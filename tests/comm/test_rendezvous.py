@@ -14,7 +14,7 @@ import torch.distributed as dist
 from fsdp_compile import RankFailedError, RankMismatchError
 from fsdp_compile.comm import rendezvous
 from fsdp_compile.comm.answering_store import AnsweringStore
-from fsdp_compile.comm.rendezvous import Difference, Rendezvous, digest_of
+from fsdp_compile.comm.rendezvous import Rendezvous, digest_of
 
 T = TypeVar("T")
 TIMEOUT_S = 60.0
@@ -34,8 +34,13 @@ def _at_once(*calls: Callable[[], T]) -> list[T]:
         return [future.result() for future in [pool.submit(call) for call in calls]]
 
 
-def _comparing(room: Rendezvous, text: str, number: int = 1) -> Callable[[], Difference | None]:
-    return lambda: room.compare(number, digest_of(text), text)
+def _comparing(room: Rendezvous, text: str, number: int = 1) -> Callable[[], str | None]:
+    def run() -> str | None:
+        found = room.first(number, digest_of(text), text)
+        room.meet(number)
+        return found
+
+    return run
 
 
 def test_ranks_that_agree_go_on_and_leave_nothing_in_the_store() -> None:
@@ -47,16 +52,16 @@ def test_ranks_that_agree_go_on_and_leave_nothing_in_the_store() -> None:
     assert store.num_keys() == before
 
 
-def test_every_rank_gets_the_same_two_texts() -> None:
+def test_a_rank_with_another_text_gets_that_of_the_first_one() -> None:
     rooms = _rooms(dist.HashStore(), (4, 5, 6))
     found = _at_once(*(_comparing(room, text) for room, text in zip(rooms, ("one", "one", "two"), strict=True)))
-    assert found == [Difference("one", 2, "two")] * 3
+    assert found == [None, None, "one"]
 
 
 def _failure(room: Rendezvous, text: str = "same") -> Callable[[], Exception]:
     def run() -> Exception:
         with pytest.raises((RankFailedError, RankMismatchError)) as caught:
-            room.compare(1, digest_of(text), text)
+            _comparing(room, text)()
         return caught.value
 
     return run
@@ -115,5 +120,5 @@ class _Lost(dist.Store):
 def test_a_store_that_fails_is_no_mismatch() -> None:
     room = Rendezvous(AnsweringStore(_Lost(), TIMEOUT_S), "4-5", (4, 5), 1, TIMEOUT_S)
     with pytest.raises(RankFailedError, match=r"does not answer: Connection reset by peer\n.*where: rank 5"):
-        room.compare(1, "", "")
+        room.first(1, "", "")
     room.tell(RankFailedError("nobody can hear this"))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_compile.comm.stopped_ranks import continue_stopped_ranks
+from fsdp_compile.comm.failures import continue_stopped_ranks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
 _OF_A_SHELL = "sleep 600 & kill -STOP $!; echo $!; wait"

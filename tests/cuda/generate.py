@@ -21,11 +21,9 @@ from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fsdp_compile.lower.inductor
-from fsdp_compile import fully_shard
-from fsdp_compile.explain.trace.stand_in import hollow, hollow_flats
+from fsdp_compile.explain.trace.stand_in import hollow, shard_stand_in
+from fsdp_compile.fsdp2.module_class import refresh_reads
 from fsdp_compile.ir.graph import Phase, Role, StepGraph, require, role_of
-from fsdp_compile.runtime.module_state import units
-from fsdp_compile.runtime.post_backward import install_grad_accumulators
 from tests.cuda.llama import SMALL, Llama, Sizes
 from tests.cuda.pretended_gpu import SM_90, Architecture, pretended_gpu
 from tests.fake_world import fake_world
@@ -117,12 +115,10 @@ def _sharded(case: Case) -> nn.Module:
     with torch.device("meta"):
         model = case.make(case.sizes)
     case.before(model)
-    fully_shard(model, mesh=_mesh(case), **case.sharding)
-    hollow_flats(model)
-    for unit in units(model):
-        for group in unit.param_groups:
-            install_grad_accumulators(group)
+    taken = shard_stand_in(model, mesh=_mesh(case), **{"reshard_after_forward": True, **case.sharding})
     case.after(model)
+    for group in taken.groups:
+        refresh_reads(group)
     return model
 
 

@@ -15,11 +15,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 pytest.importorskip("triton", reason="pip install -e '.[cuda-code]' brings Triton, which compiles the kernels")
 
-from fsdp_compile import MixedPrecision, step_in_backward
-from fsdp_compile.config.policy import planned
+from fsdp_compile import MixedPrecision, step_in_backward, units
 from fsdp_compile.ir.graph import Phase
-from fsdp_compile.lower import recorded_parts
-from fsdp_compile.runtime.module_state import units
+from fsdp_compile.layout.spec import GradPlacement
+from fsdp_compile.lower import written_order
 from tests.cuda import checks
 from tests.cuda.generate import Case, generate
 from tests.cuda.llama import SMALL, Sizes
@@ -52,10 +51,10 @@ def _does_not_average_over_replicas(model: nn.Module) -> None:
 
 
 def _has_unreduced_gradients(model: nn.Module) -> None:
-    for group in (group for unit in units(model) for group in unit.param_groups):
-        size = group.params[0].spec.size
-        held = torch.empty(size * group.flat_param.numel(), dtype=torch.bfloat16)
-        group.grads.unsharded_accumulated_grad.add(held, [each.spec.offset for each in group.params])
+    for group in (group for unit in units(model) for group in unit.groups):
+        sums = torch.empty(group.pending.numel(GradPlacement.UNREDUCED), dtype=torch.bfloat16)
+        group.pending.add(GradPlacement.UNREDUCED, sums, [each.spec.offset for each in group.params])
+        group.pending.placements.add(GradPlacement.UNREDUCED)
 
 
 CASES = {
@@ -65,7 +64,7 @@ CASES = {
     "hybrid sharding": _case(replicas=2),
     "hybrid sharding, no sum over replicas": _case(replicas=2, after=_does_not_average_over_replicas),
     "a part of each parameter kept": _case(sharding=_with(reshard_after_forward=2)),
-    "offloaded to the host": _case(sharding=_with(offload_policy=planned(CPUOffloadPolicy(pin_memory=False)))),
+    "offloaded to the host": _case(sharding=_with(offload_policy=CPUOffloadPolicy(pin_memory=False))),
     "embedding that stays sharded": _case(options={"embedding": "sharded"}),
     "accumulating": _case(after=_does_not_reduce),
     "reducing what was accumulated": _case(after=_has_unreduced_gradients),
@@ -105,7 +104,7 @@ RECORDED = {"inductor": {"triton.cudagraphs": True}}
 def test_cuda_graphs_are_recorded_of_whole_graphs() -> None:
     for code in generate(_case(options=RECORDED)).values():
         assert "def partition_0(" in code.wrapper
-        assert len(recorded_parts.not_recorded(code.wrapper)) == 0
+        assert len(written_order.not_recorded(code.wrapper)) == 0
         checks.order_is_planned(code)
 
 

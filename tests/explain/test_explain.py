@@ -185,7 +185,7 @@ def test_a_compiled_model_is_explained_as_it_ran() -> None:
     model = Stack()
     planned = explain(model, torch.zeros(64, WIDTH), world_size=4, options=options)
     with fake_world(4):
-        compiled = torch.compile(model, backend="fsdp", options=options)
+        compiled = torch.compile(fully_shard(model), backend="fsdp", options=options)
         compiled(torch.randn(64, WIDTH)).sum().backward()
         ran = explain(compiled)
         with torch.no_grad():
@@ -209,3 +209,23 @@ def test_a_compiled_model_that_has_not_run_is_planned_if_plain_and_refused_if_sh
         sharded = fully_shard(Stack())
         with pytest.raises(ConfigError, match="has not run yet"):
             explain(sharded)
+
+
+class Untraced(nn.Module):
+    """Reads a parameter where Dynamo does not look."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._read(x) + 1
+
+    @torch.compiler.disable
+    def _read(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
+def test_parameters_that_are_read_outside_of_graphs_are_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"(?s)in code that torch does not trace.*\(root\), Untraced"):
+        explain(Untraced(), torch.zeros(4, 16), world_size=4, options=EAGER)

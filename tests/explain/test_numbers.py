@@ -159,7 +159,7 @@ def test_the_machine_of_the_options_is_the_one_that_times_are_estimated_for(plan
 def test_hybrid_sharding_reduces_over_replicas_too() -> None:
     model, x = on_meta(Stack)
     with fake_world(8):
-        mesh = init_device_mesh("cpu", (2, RANKS))
+        mesh = init_device_mesh("cpu", (2, RANKS), mesh_dim_names=("replicate", "shard"))
         plan = explain(model, x, options={"lower": "eager", "mesh": mesh})
     reduced = [c for graph in plan.graphs for c in graph.collectives if c.kind is Kind.REPLICATE]
     assert {c.ranks for c in reduced} == {2}

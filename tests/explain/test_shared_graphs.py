@@ -10,6 +10,7 @@ import torch
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.explain.api import explain
 from fsdp_compile.explain.plan import Plan
+from fsdp_compile.sharding.fully_shard import fully_shard
 from tests.fake_world import fake_world
 from tests.models.round_sizes import WIDTH, Stack
 
@@ -59,7 +60,7 @@ def test_open_sizes_are_refused() -> None:
 
 def test_blocks_that_ran_the_code_of_another_one_are_named() -> None:
     with fake_world(4):
-        compiled = torch.compile(Broken(DEPTH), backend="fsdp", options=OPTIONS)
+        compiled = torch.compile(fully_shard(Broken(DEPTH)), backend="fsdp", options=OPTIONS)
         compiled(torch.randn(64, WIDTH)).sum().backward()
         said = {item.what: item.why for item in explain(compiled).skipped}
     assert "is laid out alike" in said["blocks.2, blocks.3: not in the numbers"]

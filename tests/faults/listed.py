@@ -15,10 +15,9 @@ class Start(StrEnum):
 
 
 class Way(StrEnum):
-    """How the model runs; `fsdp-compile train` always compiles."""
+    """How the model runs. An uncompiled one is FSDP2's, and so are its faults."""
 
     COMPILED = "compiled"
-    UNCOMPILED = "uncompiled"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +46,7 @@ class Fault:
 _ROW = "ValueError: a row of this rank's data is broken"
 _MEMORY = r"RuntimeError: (?s:.)*can't allocate memory"
 _GONE = r"rank 1 (does not answer|did not (make a process group|begin its first forward|come) within 10 s)"
-_BOTH: dict[str, tuple[str, str | None]] = {
+_COMPILED: dict[str, tuple[str, str | None]] = {
     "raises first": (f"rank 1 failed: {_ROW}", _ROW),
     "raises later": (f"rank 1 failed: {_ROW}", _ROW),
     "out of memory first": (f"rank 1 failed: {_MEMORY}", _MEMORY),
@@ -57,8 +56,6 @@ _BOTH: dict[str, tuple[str, str | None]] = {
     "stopped first": (_GONE, None),
     "stopped later": (_GONE, None),
     "other setting": (r"rank 0 and rank 1 shard a model differently(?s:.)*torch\.bfloat16\] on rank 1", None),
-}
-_COMPILED: dict[str, tuple[str, str | None]] = {
     "wrong option": (r"rank 1 failed: (fsdp_compile\.errors\.)?ConfigError: (?s:.)*prefetch", "prefetch"),
     "broken fake": (r"rank 1 failed: (?s:.)*this fake implementation is broken", "this fake implementation is broken"),
     # A rank that asks late finds that the other one has not only refused, but ended.
@@ -66,9 +63,6 @@ _COMPILED: dict[str, tuple[str, str | None]] = {
     "other order first": (r"rank 0 and rank 1 compile different collectives(?s:.)*layers\.", None),
     "other order later": (r"rank 0 did not compile its next collectives within 10 s", None),
     "leaves a step out": (r"rank 1 (does not answer|did not)", None),
-}
-_UNCOMPILED: dict[str, tuple[str, str | None]] = {
-    "other order later": (r"rank 0 and rank 1 gather or reduce different parameters(?s:.)*layers\.1\.", None),
 }
 _COMMAND: dict[str, tuple[str, str | None]] = {
     "FAIL_AT": (r"rank 1 failed(?s:.)*RuntimeError: trouble on demand", None),
@@ -84,9 +78,7 @@ def _faults(said: dict[str, tuple[str, str | None]], way: Way, start: Start) -> 
 
 
 FAULTS = [
-    *_faults(_BOTH | _COMPILED, Way.COMPILED, Start.ALONE),
-    *_faults(_BOTH | _UNCOMPILED, Way.UNCOMPILED, Start.ALONE),
-    *_faults(_BOTH | _COMPILED, Way.COMPILED, Start.TORCHRUN),
-    *_faults(_BOTH | _UNCOMPILED, Way.UNCOMPILED, Start.TORCHRUN),
+    *_faults(_COMPILED, Way.COMPILED, Start.ALONE),
+    *_faults(_COMPILED, Way.COMPILED, Start.TORCHRUN),
     *_faults(_COMMAND, Way.COMPILED, Start.COMMAND),
 ]

@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import cross_entropy, linear
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_compile import ShardedModule, explain, fully_shard
+from fsdp_compile import explain, fully_shard
 from fsdp_compile.cost.communicate import Kind
 from fsdp_compile.ir.graph import Phase
 from tests import long
@@ -65,7 +66,7 @@ def _step(model: Any, called: Any, rows: torch.Tensor, scale: int) -> torch.Tens
         (result * scale).backward()
         return result.detach()
     parts = [part.detach().requires_grad_() for part in result.chunk(CHUNKS, 1)]
-    if isinstance(model.head, ShardedModule):
+    if isinstance(model.head, FSDPModule):
         model.head.set_reshard_after_forward(False)
         model.head.set_reshard_after_backward(False)
     total = torch.zeros(())
@@ -73,7 +74,7 @@ def _step(model: Any, called: Any, rows: torch.Tensor, scale: int) -> torch.Tens
         loss = cross_entropy(model.head(part).flatten(0, 1), wanted.flatten(), reduction="sum") / 36
         (loss * scale).backward()
         total += loss.detach()
-    if isinstance(model.head, ShardedModule):
+    if isinstance(model.head, FSDPModule):
         model.head.set_reshard_after_forward(True)
         model.head.set_reshard_after_backward(True)
         model.head.reshard()
@@ -129,7 +130,7 @@ class _ByWeight(_ByModule):
 def test_the_head_is_gathered_once_per_pass_and_not_once_per_chunk(made: type[_Model], prefetch: Any) -> None:
     with torch.device("meta"):
         model, rows = made(Chunked.IN_THE_FORWARD, tied=False), torch.zeros(4, 8, dtype=torch.long)
-    options = {"lower": "eager", "bucket_mb": 0, "prefetch": prefetch}
+    options = {"lower": "eager", "bucket_mb": 0, "prefetch": prefetch, "reshard_after_forward": True}
     plan = explain(model, rows, rows, world_size=4, options=options)
     for graph in plan.graphs:
         read = [name for c in graph.collectives if c.kind is Kind.GATHER for name in c.parameters]
@@ -138,11 +139,17 @@ def test_the_head_is_gathered_once_per_pass_and_not_once_per_chunk(made: type[_M
         assert made_once.count("head.weight") == (graph.phase is Phase.BACKWARD), "and so is its gradient reduced"
 
 
-@pytest.mark.parametrize("compiled", [True, False])
+# Uncompiled, a head that is a unit of its own is not gathered where the outermost forward reads its weight (FSDP2).
 @long.parametrize(
-    ("where", "tied"),
-    [(Chunked.IN_THE_FORWARD, False), (Chunked.IN_THE_FORWARD, True), (Chunked.OUTSIDE, False)],
-    always=[(Chunked.IN_THE_FORWARD, True), (Chunked.OUTSIDE, False)],
+    ("where", "tied", "compiled"),
+    [
+        (Chunked.IN_THE_FORWARD, False, True),
+        (Chunked.IN_THE_FORWARD, True, True),
+        (Chunked.IN_THE_FORWARD, True, False),
+        (Chunked.OUTSIDE, False, True),
+        (Chunked.OUTSIDE, False, False),
+    ],
+    always=[(Chunked.IN_THE_FORWARD, True, True), (Chunked.OUTSIDE, False, True), (Chunked.OUTSIDE, False, False)],
 )
 def test_chunks_equal_one_process(where: Chunked, *, tied: bool, compiled: bool) -> None:
     run_ranks(_check, where, tied=tied, compiled=compiled)

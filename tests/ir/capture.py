@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_compile.capture.inputs import flat_inputs
+from fsdp_compile.capture.flat_inputs import flat_inputs
 from fsdp_compile.ir.graph import Phase, Record, StepGraph, record_of
 from fsdp_compile.ir.text.printer import format_graph
 from fsdp_compile.lower.eager import compile_eagerly
@@ -17,6 +17,7 @@ from fsdp_compile.lower.region import Region
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.pipeline import passes
 from tests.fake_world import fake_world
+from tests.own_backend import compiled_by
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,9 +72,10 @@ def capture(
             found.append(take(step, graph_pass.name))
         return step
 
-    def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+    def compile_graph(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         return compile_eagerly(gm, example_inputs, Region(flat_inputs(example_inputs), transform))
 
     with fake_world(world_size, rank=rank):
-        torch.compile(make_model(), backend=backend, dynamic=dynamic)(*inputs).sum().backward()
+        model = make_model()
+        compiled_by(compile_graph, model, dynamic=dynamic)(*inputs).sum().backward()
     return found

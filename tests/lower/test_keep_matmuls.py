@@ -7,7 +7,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fsdp_compile.lower.keep_matmuls import keep_matmuls
+from fsdp_compile.lower.before_inductor import keep_matmuls
 
 aten = torch.ops.aten
 WAIT = torch.ops._c10d_functional.wait_tensor.default

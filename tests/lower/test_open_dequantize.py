@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdp_compile.ir.graph import KEY, Phase, Record, Role
 from fsdp_compile.layout.wire_formats import FORMATS
-from fsdp_compile.lower.open_dequantize import open_dequantize
+from fsdp_compile.lower.before_inductor import open_dequantize
 from fsdp_compile.ops.quantize import DEQUANTIZE, block_scales, quantize
 
 RANKS, BLOCKS, BLOCK = 3, 6, 128

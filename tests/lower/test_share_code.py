@@ -14,9 +14,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from fsdp_compile import ConfigError, fully_shard
 from fsdp_compile._torch.distributed import collectives
 from fsdp_compile.lower import inductor
-from fsdp_compile.lower.run_segments import runner
 from fsdp_compile.lower.segments import Segment, cut, graph_of, has_open_sizes, text_of
-from fsdp_compile.lower.share_code import can_share_code
+from fsdp_compile.lower.share_code import can_share_code, runner
 from tests import long
 from tests.fake_world import fake_world
 from tests.models.kinds import KINDS

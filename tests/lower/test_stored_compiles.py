@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_modul
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fsdp_compile import RankMismatchError, explain, fully_shard, step_in_backward
-from fsdp_compile._torch.inductor_cache import cache_folder, cache_in
+from fsdp_compile._torch.inductor import cache_folder, cache_in
 from fsdp_compile._torch.stored_compiles import CAN_STORE
 from fsdp_compile.cost.hardware import Hardware, MeasuredCollective, hardware
 from fsdp_compile.lower import once, region_key

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdp_compile.cost.fusion import WRITTEN
 from fsdp_compile.ir.graph import KEY, Phase, Record, Role
-from fsdp_compile.lower.write_before_waits import write_before_waits
+from fsdp_compile.lower.before_inductor import write_before_waits
 
 collectives = torch.ops._c10d_functional
 cast = torch.ops.prims.convert_element_type.default

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 
 class Norm(nn.Module):
@@ -86,3 +90,24 @@ def init_normal(module: nn.Module) -> None:
 def tokens(rows: int = 4) -> torch.Tensor:
     """The same input on every rank."""
     return torch.randint(0, 11, (rows,), generator=torch.Generator().manual_seed(3))
+
+
+def on_meta(make: Callable[[], nn.Module]) -> Any:
+    """A model without values."""
+    with torch.device("meta"):
+        return make()
+
+
+def full_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter and buffer, non-persistent ones too, in full."""
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {n: t.full_tensor() if isinstance(t, DTensor) else t.detach() for n, t in named}
+
+
+def assert_equal(model: nn.Module, reference: nn.Module) -> None:
+    """The same values under the same names, all on the CPU."""
+    mine, theirs = full_state(model), full_state(reference)
+    assert mine.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert mine[name].device.type == "cpu", name
+        assert torch.equal(mine[name], value), name

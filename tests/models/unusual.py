@@ -59,34 +59,6 @@ class LowRankStack(nn.Module):
         return self.head(x)
 
 
-class ChannelsLast(nn.Module):
-    """Convolutions whose weights lie channels last."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Conv2d(2, 6, 3, padding=1), nn.ReLU(), nn.Conv2d(6, 5, 3), nn.Flatten())
-        self.layers.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.head = nn.Linear(20, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = x.view(-1, 2, 4, 4).to(memory_format=torch.channels_last)
-        assert self.layers.get_parameter("0.weight").stride() == (18, 1, 6, 2)
-        return self.head(self.layers(y))
-
-
-class Transposed(nn.Module):
-    """A weight that is stored transposed, one that has gaps, one that is an expanded vector."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.transposed = nn.Parameter(torch.randn(5, WIDTH).t())
-        self.sliced = nn.Parameter(torch.randn(10, WIDTH)[::2])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        assert self.transposed.stride() == (1, 32)
-        return x @ self.transposed + F.linear(x, self.sliced)
-
-
 class SeveralDtypes(nn.Module):
     """One unit with parameters of two dtypes, and frozen ones of two others."""
 
@@ -246,8 +218,6 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "reads-of-another": ReadsOfAnother,
     "tied-blocks": TiedBlocks,
     "low-rank": LowRankStack,
-    "channels-last": ChannelsLast,
-    "transposed": Transposed,
     "several-dtypes": SeveralDtypes,
     "cells": Cells,
     "recurrent": Recurrent,

@@ -7,7 +7,7 @@ what the ranks have. So every rank takes part here, where a fake group returns w
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -16,12 +16,10 @@ import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_compile import fully_shard
+from fsdp_compile import fully_shard, units
 from fsdp_compile.ir.graph import Role, require, role_of
 from fsdp_compile.lower import eager
-from fsdp_compile.lower.wrappers import Compiled
-from fsdp_compile.runtime.module_state import units
-from fsdp_compile.runtime.units import FSDPParamGroup
+from fsdp_compile.lower.compiled_step import Compiled
 from tests import long
 from tests.fake_world import fake_world
 from tests.models.kinds import WIDTH, Stack
@@ -53,7 +51,8 @@ class _Ranks:
         return torch.Size(self.shape).numel()
 
     def sharded(self, model: nn.Module) -> nn.Module:
-        return fully_shard(model, mesh=init_device_mesh("cpu", self.shape))
+        names = ("replicate", "shard")[-len(self.shape) :]
+        return fully_shard(model, mesh=init_device_mesh("cpu", self.shape, mesh_dim_names=names))
 
     def flats(self, model: nn.Module) -> list[dict[tuple[str, ...], torch.Tensor]]:
         """What each rank has of a plain model, flat parameter by flat parameter."""
@@ -61,15 +60,9 @@ class _Ranks:
         for rank in range(self.count):
             with fake_world(self.count, rank=rank):
                 sharded = self.sharded(_copy(model))
-                name_of = {parameter: name for name, parameter in sharded.named_parameters()}
-                groups = [group for unit in units(sharded) for group in unit.param_groups]
-                found.append({_names(group, name_of): group.flat_param.detach() for group in groups})
+                groups = [group for unit in units(sharded) for group in unit.groups]
+                found.append({tuple(param.name for param in group.params): group.flat.detach() for group in groups})
         return found
-
-
-def _names(group: FSDPParamGroup, name_of: Mapping[nn.Parameter, str]) -> tuple[str, ...]:
-    """As a record has them."""
-    return tuple(name_of[param.parameter] for param in sorted(group.params, key=lambda param: param.position))
 
 
 def _copy(model: nn.Module) -> nn.Module:

@@ -10,7 +10,7 @@ import fsdp_compile.backend  # noqa: F401  defines the operators
 RECORDED = {
     *("block_scales", "quantize", "dequantize", "post_forward_part", "poison"),
     # Graphs have something else in their place when they are compiled.
-    *("unshard", "reduce_grad", "reduce_rows", "reshard", "gather_message"),
+    *("unshard", "reduce_grad", "reduce_rows", "reshard"),
     *("shard_post_forward", "unshard_post_forward"),
 }
 UNRECORDED = {

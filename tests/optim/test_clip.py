@@ -11,14 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard
 
-import fsdp_compile
-from fsdp_compile import ConfigError, fully_shard
-from fsdp_compile.optim.clip import local_of
+from fsdp_compile.errors import ConfigError
+from fsdp_compile.fsdp2.shards import local_of
+from fsdp_compile.optim.clip import clip_grad_norm_
 from tests import long
+from tests.fsdp2.models import whole
 from tests.ranks import run_ranks
 
 NORMS = (2.0, 1.0, 3.0, math.inf)
@@ -26,7 +27,7 @@ WIDTH = 6
 
 
 class Net(nn.Module):
-    """One row of `row` and a 0-d `scale`: some ranks hold nothing of the one, all hold the other whole."""
+    """One row of `row` and a 0-d `scale`: some ranks have nothing of the one, all have the other whole."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,25 +42,26 @@ class Net(nn.Module):
 
 
 def full_shard(model: nn.Module) -> None:
-    fully_shard(model)
-
-
-def keep_for_backward(model: nn.Module) -> None:
-    fully_shard(model, reshard_after_forward=False)
-
-
-def no_shard(model: nn.Module) -> None:
-    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(), 1)))
+    fully_shard(model, ignored_params=_ignored(model))
 
 
 def hybrid(model: nn.Module) -> None:
-    fully_shard(model, mesh=init_device_mesh("cpu", (2, 2)))
+    fully_shard(model, mesh=_hybrid_mesh(), ignored_params=_ignored(model))
 
 
 def two_meshes(model: nn.Module) -> None:
     assert isinstance(model, Net)
-    fully_shard(model.one, mesh=init_device_mesh("cpu", (2, 2)))
-    fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+    fully_shard(model.one, mesh=_hybrid_mesh())
+    fully_shard(model, mesh=init_device_mesh("cpu", (4,)), ignored_params=_ignored(model))
+
+
+def _ignored(model: nn.Module) -> set[nn.Parameter]:
+    """FSDP2 does not shard 0-d parameters."""
+    return {parameter for parameter in model.parameters() if parameter.dim() == 0}
+
+
+def _hybrid_mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 
 
 def _trained(prepare: Callable[[nn.Module], None]) -> tuple[nn.Module, nn.Module]:
@@ -72,6 +74,8 @@ def _trained(prepare: Callable[[nn.Module], None]) -> tuple[nn.Module, nn.Module
     mine = batch.chunk(dist.get_world_size())[dist.get_rank()]
     for net, rows in ((model, mine), (reference, batch)):
         (net(rows) - rows).square().mean().backward()
+    for parameter in _ignored(model):
+        dist.all_reduce(parameter.grad, dist.ReduceOp.AVG)
     return model, reference
 
 
@@ -81,13 +85,13 @@ def _compare(prepare: Callable[[nn.Module], None]) -> None:
     for norm_type in NORMS:
         for (p, q), (mine, theirs) in zip(_with_gradients(model, reference), kept, strict=True):
             p.grad, q.grad = mine.clone(), theirs.clone()
-        norm = fsdp_compile.clip_grad_norm_(model, 0.1, norm_type)
+        norm = clip_grad_norm_(model, 0.1, norm_type)
         expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.1, norm_type)
         assert type(norm) is torch.Tensor
         assert norm.dim() == 0
         torch.testing.assert_close(norm, expected)
         for mine, theirs in _with_gradients(model, reference):
-            torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad)  # type: ignore[union-attr]
+            torch.testing.assert_close(whole(mine.grad), theirs.grad)
     assert model.unused.grad is None
 
 
@@ -96,9 +100,8 @@ def _with_gradients(model: nn.Module, reference: nn.Module) -> list[tuple[nn.Par
 
 
 @pytest.mark.core
-@long.parametrize("prepare", [full_shard, keep_for_backward, no_shard], always=[full_shard, no_shard])
-def test_two_ranks_clip_like_one_process(prepare: Callable[[nn.Module], None]) -> None:
-    run_ranks(_compare, prepare, world_size=2)
+def test_two_ranks_clip_like_one_process() -> None:
+    run_ranks(_compare, full_shard, world_size=2)
 
 
 @long.parametrize("prepare", [full_shard, hybrid, two_meshes], always=[hybrid, two_meshes])
@@ -113,7 +116,7 @@ def test_one_rank_clips_like_one_process() -> None:
 def _below() -> None:
     model, _ = _trained(full_shard)
     before = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    norm = fsdp_compile.clip_grad_norm_(model, 1e6)
+    norm = clip_grad_norm_(model, 1e6)
     assert 0 < norm < 1e6
     for name, gradient in before.items():
         clipped = model.get_parameter(name).grad
@@ -123,25 +126,6 @@ def _below() -> None:
 
 def test_gradients_below_the_norm_keep_their_bits() -> None:
     run_ranks(_below)
-
-
-def _nan_between_gradients() -> bool:
-    """Overwrites what lies between the gradients in their memory; whether norm and gradients are those of before."""
-    model, reference = _trained(full_shard)
-    gradients = [local_of(p.grad) for p, _ in _with_gradients(model, reference)]  # type: ignore[arg-type]
-    kept = [gradient.clone() for gradient in gradients]
-    (memory,) = {g.untyped_storage().data_ptr(): g.untyped_storage() for g in gradients}.values()
-    everything = torch.empty(0).set_(memory)
-    everything.fill_(math.nan)
-    for gradient, value in zip(gradients, kept, strict=True):
-        gradient.copy_(value)
-    norm = fsdp_compile.clip_grad_norm_(model, 1e6)
-    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(reference.parameters(), 1e6))
-    return bool(everything.isnan().any())
-
-
-def test_padding_between_gradients_does_not_count() -> None:
-    assert all(run_ranks(_nan_between_gradients, world_size=2)), "there is some"
 
 
 def _mixed(norm_type: float) -> tuple[float, float, float, torch.dtype]:
@@ -156,10 +140,10 @@ def _mixed(norm_type: float) -> tuple[float, float, float, torch.dtype]:
     model.one.weight.grad = DTensor.from_local(rows, mesh, [Shard(0)], shape=sharded.shape, stride=sharded.stride())
     model.row.grad = torch.full((1, WIDTH), 10.0 * (1 + dist.get_rank()), dtype=torch.float64)
     model.scale.grad = torch.tensor(3.0)
-    whole = torch.cat([sharded.flatten().double(), model.row.grad.flatten(), torch.tensor([3.0], dtype=torch.float64)])
-    expected = torch.linalg.vector_norm(whole, norm_type).item()
+    full = torch.cat([sharded.flatten().double(), model.row.grad.flatten(), torch.tensor([3.0], dtype=torch.float64)])
+    expected = torch.linalg.vector_norm(full, norm_type).item()
     before = model.row.grad[0, 0].item()
-    norm = fsdp_compile.clip_grad_norm_([*model.parameters(), model.row], 1.0, norm_type)  # `row` is there twice
+    norm = clip_grad_norm_([*model.parameters(), model.row], 1.0, norm_type)  # `row` is there twice
     return norm.item(), expected, model.row.grad[0, 0].item() / before * expected, norm.dtype
 
 
@@ -179,7 +163,7 @@ def _reductions() -> tuple[int, list[int]]:
         mock.patch.object(torch.Tensor, "item", side_effect=AssertionError("the host waits for the device")),
         mock.patch.object(torch.Tensor, "__bool__", side_effect=AssertionError("the host waits for the device")),
     ):
-        fsdp_compile.clip_grad_norm_(model.parameters(), 1.0)
+        clip_grad_norm_(model.parameters(), 1.0)
     return reduced.call_count, [call.args[0].numel() for call in reduced.call_args_list]
 
 
@@ -190,17 +174,12 @@ def test_one_reduction_per_group_and_no_look_from_the_host() -> None:
 def _reductions_of(prepare: Callable[[nn.Module], None]) -> int:
     model, _ = _trained(prepare)
     with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced:
-        fsdp_compile.clip_grad_norm_(model.parameters(), 1.0)
+        clip_grad_norm_(model.parameters(), 1.0)
     return reduced.call_count
 
 
-def _replicas_alone(model: nn.Module) -> None:
-    fully_shard(model, sharding_strategy=ShardingStrategy.NO_SHARD)
-
-
-def test_what_every_rank_holds_whole_needs_no_collective() -> None:
+def test_what_every_rank_has_whole_needs_no_collective() -> None:
     assert run_ranks(_reductions_of, full_shard, world_size=1) == [0]
-    assert run_ranks(_reductions_of, _replicas_alone, world_size=2) == [0, 0]
     assert run_ranks(_reductions_of, full_shard, world_size=2) == [1, 1]
 
 
@@ -211,8 +190,8 @@ def _lonely_gradient() -> list[float]:
     if dist.get_rank() == 1:
         model.weight.grad = torch.zeros_like(model.weight)
         local_of(model.weight.grad).fill_(2.0)
-    found.append(fsdp_compile.clip_grad_norm_(model, 100.0).item())
-    found.append(fsdp_compile.clip_grad_norm_(model, 100.0, float("inf")).item())
+    found.append(clip_grad_norm_(model, 100.0).item())
+    found.append(clip_grad_norm_(model, 100.0, float("inf")).item())
     return found
 
 
@@ -228,10 +207,10 @@ def _not_finite(value: float, norm_type: float) -> tuple[bool, str]:
     model.weight.grad = torch.zeros_like(model.weight)
     if dist.get_rank() == 0:
         local_of(model.weight.grad)[0, 0] = value
-    norm = fsdp_compile.clip_grad_norm_(model, 1.0, norm_type)
+    norm = clip_grad_norm_(model, 1.0, norm_type)
     local_of(model.weight.grad).fill_(value)
     with pytest.raises(RuntimeError, match="nothing was clipped") as caught:
-        fsdp_compile.clip_grad_norm_(model, 1.0, norm_type, error_if_nonfinite=True)
+        clip_grad_norm_(model, 1.0, norm_type, error_if_nonfinite=True)
     return not norm.isfinite(), str(caught.value)
 
 
@@ -251,7 +230,7 @@ def test_sums_of_half_precision_gradients_are_made_in_float32() -> None:
     parameters = [nn.Parameter(torch.zeros_like(gradient)) for _ in range(3)]
     for parameter in parameters:
         parameter.grad = gradient.clone()
-    norm = fsdp_compile.clip_grad_norm_(parameters, 1.0)
+    norm = clip_grad_norm_(parameters, 1.0)
     assert norm.dtype is torch.float16
     assert norm.item() == pytest.approx(30 * math.sqrt(9000), rel=1e-3)
     assert parameters[0].grad is not None
@@ -259,21 +238,21 @@ def test_sums_of_half_precision_gradients_are_made_in_float32() -> None:
 
 
 def test_no_gradients_have_norm_zero() -> None:
-    norm = fsdp_compile.clip_grad_norm_(nn.Linear(2, 2), 1.0)
+    norm = clip_grad_norm_(nn.Linear(2, 2), 1.0)
     assert (norm.item(), norm.dtype) == (0.0, torch.float32)
 
 
 @pytest.mark.parametrize("norm_type", [0.0, -1.0, math.nan])
 def test_an_order_that_makes_no_norm_is_refused(norm_type: float) -> None:
     with pytest.raises(ConfigError, match="a positive number"):
-        fsdp_compile.clip_grad_norm_(nn.Linear(2, 2), 1.0, norm_type)
+        clip_grad_norm_(nn.Linear(2, 2), 1.0, norm_type)
 
 
 def _partial() -> str:
     mesh = init_device_mesh("cpu", (2,))
     parameter = nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Partial()]))
     with pytest.raises(ConfigError) as caught:
-        fsdp_compile.clip_grad_norm_(parameter, 1.0)
+        clip_grad_norm_(parameter, 1.0)
     return str(caught.value)
 
 
@@ -287,6 +266,6 @@ def test_norms_of_half_precision_gradients_are_not_rounded_before_they_are_summe
         parameter.grad = torch.tensor([1.0, 2**-4], dtype=torch.bfloat16)  # its norm would be rounded to 1
     wide = nn.Parameter(torch.zeros(2))
     wide.grad = torch.zeros(2)
-    norm = fsdp_compile.clip_grad_norm_([*parameters, wide], 1.0)
+    norm = clip_grad_norm_([*parameters, wide], 1.0)
     assert norm.dtype is torch.float32
     assert norm.item() == pytest.approx(8 * math.sqrt(1 + 2**-8), rel=1e-5)

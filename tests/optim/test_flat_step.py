@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile import ConfigError, flat_step, fully_shard, units
-from fsdp_compile._torch.tensors import views_of
-from fsdp_compile.optim.flat_step import ELEMENTWISE
-from fsdp_compile.runtime import gradients
+from fsdp_compile._torch.tensors import make_dtensor
+from fsdp_compile.errors import ConfigError
+from fsdp_compile.optim.flat_step import ELEMENTWISE, flat_step
 from tests.fake_world import fake_world
+from tests.fsdp2.models import local, put_into_one_storage, sharded, train, whole
+from tests.ranks import run_ranks
 
 STEPS = 4
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -24,164 +26,149 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "Adagrad": {"lr": 0.1},
     "RMSprop": {"lr": 1e-2, "momentum": 0.5, "centered": True},
 }
-Made = tuple[nn.Module, torch.optim.Optimizer, list[nn.Parameter], torch.optim.Optimizer]
+Made = tuple[Any, torch.optim.Optimizer, list[nn.Parameter], torch.optim.Optimizer]
 
 
 class Small(nn.Module):
-    """Rows that do not divide, a 0-d parameter, a frozen one, and one that is not sharded."""
+    """Rows that do not divide, a frozen parameter, and one that is not sharded."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList(nn.Linear(6, 5) for _ in range(3))
-        self.scale = nn.Parameter(torch.tensor(2.0))
         self.frozen = nn.Parameter(torch.randn(7), requires_grad=False)
         self.whole = nn.Parameter(torch.randn(3))
 
 
 def _groups(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
-    """Two groups that share parameter groups: biases and scale without decay, weights with it."""
+    """Two groups that share parameter groups of FSDP2: biases without decay, weights with it."""
     return [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1},
         {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
     ]
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _make(optimizer: Callable[..., torch.optim.Optimizer], *, in_groups: bool = True, **settings: Any) -> Made:
+def _make(
+    optimizer: Callable[..., torch.optim.Optimizer], *, in_groups: bool = True, flat: bool = True, **settings: Any
+) -> Made:
     model = Small()
     for layer in model.layers:
         fully_shard(layer)
+        if flat:
+            put_into_one_storage(list(layer.parameters()))
     fully_shard(model, ignored_params={model.whole})
     parameters = list(model.parameters())
-    plain = [nn.Parameter(_local(p).detach().clone(), requires_grad=p.requires_grad) for p in parameters]
+    plain = [nn.Parameter(local(p).detach().clone(), requires_grad=p.requires_grad) for p in parameters]
     split = _groups if in_groups else list
     mine = flat_step(optimizer(split(parameters), **settings))
-    return model, mine, plain, optimizer(_split_alike(mine, parameters, plain), **settings)
-
-
-def _split_alike(
-    mine: torch.optim.Optimizer, parameters: list[nn.Parameter], plain: list[nn.Parameter]
-) -> list[dict[str, Any]]:
     twin = dict(zip(parameters, plain, strict=True))
-    return [{**group, "params": [twin[p] for p in group["params"]]} for group in mine.param_groups]
+    groups = [{**group, "params": [twin[p] for p in group["params"]]} for group in mine.param_groups]
+    return model, mine, plain, optimizer(groups, **settings)
 
 
-def _give_gradients(model: nn.Module, plain: list[nn.Parameter], step: int, missing: int | None = None) -> None:
-    """The same gradients to both: on flat buffers, as a backward accumulates them, and one by one."""
+def _give_gradients(
+    model: Any, plain: list[nn.Parameter], step: int, *, in_one_buffer: bool = True, missing: tuple[str, ...] = ()
+) -> None:
+    """The same gradients to both: on flat buffers, or one by one."""
     torch.manual_seed(step)
-    for unit in units(model):
-        for flat in unit.param_groups:
-            buffer = torch.zeros_like(flat.flat_param.detach())
-            for slot in flat.params:
-                views_of(buffer, [slot.place])[0].normal_()
-            if flat.flat_param.requires_grad:
-                skipped = (
-                    {flat.params[missing].spec.offset} if missing is not None and len(flat.params) > missing else set()
-                )
-                gradients.accumulate_sharded_grads(flat, buffer, {s.spec.offset for s in flat.params} - skipped)
-    assert isinstance(model.whole, nn.Parameter)
-    model.whole.grad = torch.randn(3)
+    for name, parameter in model.named_parameters():
+        parameter.grad = None
+        if parameter.requires_grad and not name.endswith(missing or "-"):
+            gradient = torch.randn(local(parameter).shape)
+            is_sharded = isinstance(parameter, DTensor)
+            parameter.grad = make_dtensor(gradient, parameter) if is_sharded else gradient
+    for layer in model.layers:
+        given = [p.grad for p in layer.parameters() if p.grad is not None]
+        if in_one_buffer and given:
+            put_into_one_storage(given)
     for p, q in zip(model.parameters(), plain, strict=True):
-        q.grad = None if p.grad is None else _local(p.grad).clone()
+        q.grad = None if p.grad is None else local(p.grad).clone()
 
 
-def _assert_alike(model: nn.Module, plain: list[nn.Parameter]) -> None:
+def _assert_same(model: nn.Module, plain: list[nn.Parameter]) -> None:
     for (name, p), q in zip(model.named_parameters(), plain, strict=True):
-        assert torch.equal(_local(p), q), name
-    for flat in (flat for unit in units(model) for flat in unit.param_groups):
-        rest = flat.flat_param.detach().clone()
-        for slot in flat.params:
-            views_of(rest, [slot.place])[0].zero_()
-        assert not rest.any(), "padding was updated"
+        assert torch.equal(local(p), q), name
 
 
-def _train(made: Made, steps: range, missing: int | None = None) -> None:
-    model, mine, plain, theirs = made
+def _train(given: Made, steps: range, **gradients: Any) -> None:
+    model, mine, plain, theirs = given
     for step in steps:
-        _give_gradients(model, plain, step, missing)
+        _give_gradients(model, plain, step, **gradients)
         mine.step()
         theirs.step()
         mine.zero_grad()
         theirs.zero_grad()
-        _assert_alike(model, plain)
+        _assert_same(model, plain)
 
 
 @pytest.mark.core
+@pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("kind", ELEMENTWISE, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("rank", [0, 3])
-def test_the_bits_are_those_of_plain_tensors(kind: Any, foreach: bool, rank: int) -> None:  # noqa: FBT001
+def test_the_bits_are_those_of_plain_tensors(kind: Any, foreach: bool, flat: bool, rank: int) -> None:  # noqa: FBT001
     settings = SETTINGS.get(kind.__name__, {"lr": 1e-2})
+    in_groups = kind is not torch.optim.Rprop
     with fake_world(4, rank=rank):
-        _train(_make(kind, in_groups=kind is not torch.optim.Rprop, foreach=foreach, **settings), range(STEPS))
+        _train(_make(kind, in_groups=in_groups, flat=flat, foreach=foreach, **settings), range(STEPS))
 
 
-def test_fewer_tensors_than_parameters_are_updated() -> None:
-    with fake_world(2):
-        model, mine, plain, _ = _make(torch.optim.AdamW, in_groups=False)
-        _give_gradients(model, plain, 0)
-        seen: list[int] = []
-        mine.register_step_pre_hook(lambda o, *_: seen.append(sum(len(g["params"]) for g in o.param_groups)))
-        mine.step()
-        assert seen == [len(list(model.layers)) + 2]  # type: ignore[arg-type]  # and the scale and the whole one
+@pytest.mark.parametrize(("flat", "count"), [(True, 3 + 1), (False, 6 + 1)])
+def test_parameters_of_one_memory_are_updated_as_one_tensor(*, flat: bool, count: int) -> None:
+    for in_one_buffer in (False, True):
+        with fake_world(2):
+            model, mine, plain, theirs = _make(torch.optim.AdamW, in_groups=False, flat=flat)
+            _give_gradients(model, plain, 0, in_one_buffer=in_one_buffer)
+            seen: list[tuple[int, bool]] = []
+            memory = [local(layer.weight.grad).data_ptr() for layer in model.layers]
+
+            def look(optimizer: torch.optim.Optimizer, *_: Any, memory: list[int] = memory, seen: Any = seen) -> None:
+                params = optimizer.param_groups[0]["params"]
+                assert not any(isinstance(p, DTensor) for p in params)
+                seen.append((len(params), {p.grad.data_ptr() for p in params} >= set(memory)))
+
+            mine.register_step_pre_hook(look)
+            mine.step()
+            theirs.step()
+            _assert_same(model, plain)
+            assert seen == [(count, in_one_buffer or not flat)], "gradients are copied only if they have gaps"
 
 
 def test_missing_gradients_leave_their_parameters_alone() -> None:
     with fake_world(2):
-        made = _make(torch.optim.AdamW, in_groups=False)
-        _train(made, range(2))
-        _train(made, range(2, 4), missing=1)  # one bias or weight of each layer misses two steps
-        _train(made, range(4, 6))
+        given = _make(torch.optim.AdamW, in_groups=False)
+        _train(given, range(2))
+        _train(given, range(2, 4), missing=("bias",))
+        _train(given, range(4, 6))
+
+
+def test_gradients_of_the_users_own_and_of_backward_may_take_turns() -> None:
+    with fake_world(2):
+        given = _make(torch.optim.AdamW, in_groups=False)
+        for step in range(4):
+            _train(given, range(step, step + 1), in_one_buffer=step % 2 == 0)
+
+
+def test_shards_that_are_moved_are_followed() -> None:
+    with fake_world(2):
+        given = _make(torch.optim.AdamW, in_groups=False, flat=False)
+        _train(given, range(2))
+        for layer in given[0].layers:
+            put_into_one_storage(list(layer.parameters()))
+        _train(given, range(2, 4))
 
 
 @pytest.mark.core
-def test_a_unit_that_is_laid_out_anew_is_updated_once() -> None:
-    ends = []
-    for change in (flat_step, lambda optimizer: optimizer):
-        with fake_world(1):
-            torch.manual_seed(0)
-            model = fully_shard(nn.Linear(6, 5))
-            optimizer = change(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-            for number in range(5):
-                if number == 2:
-                    model.bias.requires_grad_(False)  # noqa: FBT003
-                    optimizer.zero_grad()
-                model(torch.ones(2, 6)).sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            ends.append([_local(p).detach().clone() for p in model.parameters()])
-    assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
-
-
-def test_gradients_of_the_users_own_are_taken_one_by_one() -> None:
+@pytest.mark.parametrize("flat", [False, True])
+def test_state_is_per_parameter_and_loads_again(*, flat: bool) -> None:
     with fake_world(2):
-        model, mine, plain, theirs = _make(torch.optim.AdamW, in_groups=False)
-        _give_gradients(model, plain, 0)
-        for p in model.parameters():
-            if p.grad is not None:
-                p.grad = p.grad * 1  # elsewhere in memory
-        mine.step()
-        theirs.step()
-        _assert_alike(model, plain)
-        mine.zero_grad()
-        _train((model, mine, plain, theirs), range(1, 3))
-
-
-@pytest.mark.core
-def test_state_is_per_parameter_and_loads_again() -> None:
-    with fake_world(2):
-        model, mine, plain, theirs = _make(torch.optim.AdamW)
+        model, mine, plain, theirs = _make(torch.optim.AdamW, flat=flat)
         _train((model, mine, plain, theirs), range(2))
         for p, q in zip(model.parameters(), plain, strict=True):
             assert (p in mine.state) == (q in theirs.state)
             for key, value in theirs.state.get(q, {}).items():
-                shaped = isinstance(p, DTensor) and key != "step"
-                assert isinstance(mine.state[p][key], DTensor) == shaped
-                assert torch.equal(_local(mine.state[p][key]), value)
+                assert isinstance(mine.state[p][key], DTensor) == (isinstance(p, DTensor) and key != "step")
+                assert torch.equal(local(mine.state[p][key]), value)
         saved = copy.deepcopy(mine.state_dict())
         again = flat_step(torch.optim.AdamW(_groups(list(model.parameters()))))
         again.load_state_dict(saved)
@@ -205,8 +192,8 @@ class _Momentum(torch.optim.Optimizer):
 def test_state_of_a_parameters_shape_is_its_part_under_any_name() -> None:
     with fake_world(2):
         torch.manual_seed(0)
-        model = fully_shard(nn.Linear(6, 2))  # one element of the bias on each rank
-        plain = [nn.Parameter(_local(p).detach().clone()) for p in model.parameters()]
+        model: Any = fully_shard(nn.Linear(6, 2))  # one element of the bias on each rank
+        plain = [nn.Parameter(local(p).detach().clone()) for p in model.parameters()]
         mine, theirs = flat_step(_Momentum(model.parameters()), elementwise=True), _Momentum(plain)
         for _ in range(2):
             for p, q in zip(model.parameters(), plain, strict=True):
@@ -218,8 +205,8 @@ def test_state_of_a_parameters_shape_is_its_part_under_any_name() -> None:
             held = mine.state[p]["mu"]
             assert isinstance(held, DTensor)
             assert held.shape == p.shape
-            assert torch.equal(_local(held), theirs.state[q]["mu"])
-            assert torch.equal(_local(p), q)
+            assert torch.equal(local(held), theirs.state[q]["mu"])
+            assert torch.equal(local(p), q)
 
 
 @pytest.mark.core
@@ -239,13 +226,13 @@ def test_each_parameter_has_a_count_of_steps_of_its_own(kind: Any) -> None:
 @pytest.mark.parametrize("in_place", [False, True])
 def test_values_that_users_put_into_the_state_count(in_place: bool) -> None:  # noqa: FBT001
     with fake_world(2):
-        made = _make(torch.optim.AdamW, in_groups=False)
-        _train(made, range(2))
-        for optimizer in (made[1], made[3]):
+        given = _make(torch.optim.AdamW, in_groups=False)
+        _train(given, range(2))
+        for optimizer in (given[1], given[3]):
             for state in optimizer.state.values():
                 for key, value in state.items():
                     state[key] = value.zero_() if in_place else torch.zeros_like(value)
-        _train(made, range(2, 4))
+        _train(given, range(2, 4))
 
 
 def test_schedules_and_closures_work() -> None:
@@ -263,7 +250,7 @@ def test_schedules_and_closures_work() -> None:
             theirs.step()
             for schedule in schedules:
                 schedule.step()
-            _assert_alike(model, plain)
+            _assert_same(model, plain)
 
 
 def test_an_error_in_the_step_leaves_the_optimizer_as_it_was() -> None:
@@ -283,3 +270,19 @@ def test_an_error_in_the_step_leaves_the_optimizer_as_it_was() -> None:
 def test_optimizers_that_look_at_whole_parameters_are_refused() -> None:
     with pytest.raises(ConfigError, match="Adafactor"):
         flat_step(torch.optim.Adafactor([nn.Parameter(torch.ones(2, 2))]))
+
+
+def _check_training(shape: tuple[int, ...]) -> None:
+    """With and without `flat_step` FSDP2 trains to the same bits."""
+    ends = []
+    for change in (flat_step, lambda optimizer: optimizer):
+        model = sharded(shape=shape)
+        train(model, change(torch.optim.AdamW(model.parameters(), lr=0.1)), steps=3)
+        ends.append({name: whole(p) for name, p in model.named_parameters()})
+    for name, value in ends[0].items():
+        assert torch.equal(value, ends[1][name]), name
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2)])
+def test_training_of_fsdp2_has_the_same_bits(shape: tuple[int, ...]) -> None:
+    run_ranks(_check_training, shape, world_size=torch.Size(shape).numel())

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-import fsdp_compile
-from fsdp_compile import fully_shard
-from fsdp_compile.optim.clip import local_of
+from fsdp_compile.fsdp2.shards import local_of
+from fsdp_compile.optim.clip import clip_grad_norm_
+from fsdp_compile.optim.flat_step import flat_step
+from fsdp_compile.optim.grad_scaler import GradScaler
 from tests import long
 from tests.ranks import run_ranks
 
@@ -70,8 +69,8 @@ def _check(outcomes: list[tuple[list[Any], list[float]]]) -> None:
 @pytest.mark.core
 @long.parametrize(
     "scaler_class",
-    [torch.amp.GradScaler, ShardedGradScaler, fsdp_compile.GradScaler],
-    always=[torch.amp.GradScaler, fsdp_compile.GradScaler],
+    [torch.amp.GradScaler, ShardedGradScaler, GradScaler],
+    always=[torch.amp.GradScaler, GradScaler],
 )
 def test_ranks_skip_together_where_all_parameters_are_sharded(scaler_class: Any) -> None:
     _check(run_ranks(_train, scaler_class, "weight", (), world_size=2))
@@ -80,7 +79,7 @@ def test_ranks_skip_together_where_all_parameters_are_sharded(scaler_class: Any)
 @pytest.mark.core
 @pytest.mark.parametrize("infinite", ["weight", "own"])
 def test_ranks_skip_together_with_ignored_parameters(infinite: str) -> None:
-    _check(run_ranks(_train, fsdp_compile.GradScaler, infinite, ("own",), world_size=2))
+    _check(run_ranks(_train, GradScaler, infinite, ("own",), world_size=2))
 
 
 def _unscaled() -> tuple[float, float, dict[torch.device, torch.Tensor]]:
@@ -88,10 +87,10 @@ def _unscaled() -> tuple[float, float, dict[torch.device, torch.Tensor]]:
     model = Net()
     fully_shard(model, ignored_params={model.own})
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    scaler = fsdp_compile.GradScaler("cpu", init_scale=SCALE)
+    scaler = GradScaler("cpu", init_scale=SCALE)
     scaler.scale(model(torch.ones(1, 4)).sum()).backward()
     scaler.unscale_(optimizer)
-    norm = fsdp_compile.clip_grad_norm_(model, 1e9).item()
+    norm = clip_grad_norm_(model, 1e9).item()
     return norm, scaler.get_scale(), scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
 
 
@@ -118,70 +117,45 @@ class Chain(nn.Module):
 def _flat_and_plain() -> list[tuple[float, float, bool]]:
     """Steps with `flat_step` beside steps without: the clipped norm, the scale, and whether all bits are equal."""
     sides = []
-    for wrap in (fsdp_compile.flat_step, lambda optimizer: optimizer):
-        torch._dynamo.reset()
+    for wrap in (flat_step, lambda optimizer: optimizer):
         model = Chain()
         fully_shard(model, ignored_params={model.own})
-        compiled = torch.compile(model, backend="fsdp", options={"lower": "eager"})
         optimizer = wrap(torch.optim.AdamW(model.parameters(), lr=0.1))
-        sides.append((model, compiled, optimizer, fsdp_compile.GradScaler("cpu", init_scale=SCALE)))
+        sides.append((model, optimizer, GradScaler("cpu", init_scale=SCALE)))
     return [_flat_and_plain_step(sides, step) for step in range(4)]
 
 
 def _flat_and_plain_step(sides: list[Any], step: int) -> tuple[float, float, bool]:
     norms, scales = [], []
-    for model, compiled, optimizer, scaler in sides:
+    for model, optimizer, scaler in sides:
         batch = torch.randn(2, 4, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
-        scaler.scale(compiled(batch).square().sum()).backward()
+        scaler.scale(model(batch).square().sum()).backward()
         dist.all_reduce(model.own.grad, dist.ReduceOp.AVG)  # ignored parameters are averaged by their owner
         if step == 1 and dist.get_rank() == 1:
             local_of(model.layers[0].weight.grad).view(-1)[0] = float("inf")
         scaler.unscale_(optimizer)
-        norms.append(fsdp_compile.clip_grad_norm_(model, 0.25).item())
+        norms.append(clip_grad_norm_(model, 0.25).item())
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
         scales.append(scaler.get_scale())
     flat, plain = (model.parameters() for model, *_ in sides)
-    alike = all(torch.equal(local_of(p), local_of(q)) for p, q in zip(flat, plain, strict=True))
+    same = all(torch.equal(local_of(p), local_of(q)) for p, q in zip(flat, plain, strict=True))
     assert scales[0] == scales[1]
     assert norms[0] == norms[1]
-    return norms[0], scales[0], alike
+    return norms[0], scales[0], same
 
 
-@pytest.mark.long
 def test_flat_step_after_unscaling_and_clipping_is_the_plain_step() -> None:
     for steps in run_ranks(_flat_and_plain, world_size=2):
-        assert [alike for _, _, alike in steps] == [True] * 4
+        assert [same for _, _, same in steps] == [True] * 4
         assert [scale for _, scale, _ in steps] == [SCALE, SCALE / 2, SCALE / 2, SCALE / 2]
         assert [norm > 0.25 for norm, _, _ in steps] == [True] * 4, "each step was clipped"
         assert [norm == float("inf") for norm, _, _ in steps] == [False, True, False, False]
 
 
-def _step_of_an_optimizer_made_inside() -> None:
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-    found = []
-    for inside in (True, False):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
-        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-        fully_shard(model, mesh=mesh["dp"])
-        with fsdp_compile.full_params(model) if inside else contextlib.nullcontext():
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scaler = fsdp_compile.GradScaler("cpu", init_scale=SCALE)
-        scaler.scale(model(torch.ones(2, 4)).square().mean()).backward()
-        scaler.step(optimizer)
-        found.append([local_of(p).clone() for p in model.parameters()])
-    for mine, expected in zip(*found, strict=True):
-        assert torch.equal(mine, expected)
-
-
-def test_an_optimizer_that_was_made_inside_of_full_params_takes_unscaled_gradients() -> None:
-    run_ranks(_step_of_an_optimizer_made_inside)
-
-
 def test_half_precision_gradients_are_refused_by_name() -> None:
-    scaler = fsdp_compile.GradScaler("cpu", init_scale=SCALE)
+    scaler = GradScaler("cpu", init_scale=SCALE)
     parameter = nn.Parameter(torch.ones(2, dtype=torch.float16))
     scaler.scale(parameter.sum().float()).backward()
     with pytest.raises(ValueError, match="keep parameters in float32"):
@@ -191,8 +165,18 @@ def test_half_precision_gradients_are_refused_by_name() -> None:
 def test_without_a_process_group_it_is_torchs_own() -> None:
     parameter = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
-    scaler = fsdp_compile.GradScaler("cpu", init_scale=SCALE)
+    scaler = GradScaler("cpu", init_scale=SCALE)
     scaler.scale(parameter.sum()).backward()
     scaler.step(optimizer)
     scaler.update()
     assert torch.equal(parameter.detach(), torch.zeros(2))
+
+
+def _torchs_own() -> str:
+    with pytest.raises(RuntimeError) as caught:
+        _train(torch.amp.GradScaler, "weight", ("own",))
+    return str(caught.value)
+
+
+def test_torchs_own_scaler_refuses_a_mix_which_is_why_there_is_another_one() -> None:
+    assert all("mixed torch.Tensor and DTensor" in message for message in run_ranks(_torchs_own))

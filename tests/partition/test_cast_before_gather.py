@@ -92,7 +92,7 @@ def _sharded(model: nn.Module, **sharding: Any) -> Callable[..., torch.Tensor]:
 @long.parametrize("dtype", [torch.bfloat16, torch.float16], always=[torch.bfloat16])
 def test_what_is_only_read_in_16_bits_is_gathered_in_them(dtype: torch.dtype) -> None:
     with fake_world(3):
-        forward, backward = _read_dtypes(dtype).values()
+        forward, backward = _read_dtypes(dtype, reshard_after_forward=True).values()
     assert {name for name, dtypes in forward.items() if dtypes == {dtype}} == NARROW | {"head.weight"}
     assert {name for name, dtypes in backward.items() if dtypes == {dtype}} == NARROW - {"up.bias"} | {"head.weight"}
     assert forward["norm.weight"] == forward["embedding.weight"] == {torch.float32}

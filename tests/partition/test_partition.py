@@ -48,7 +48,7 @@ def _held_after_a_step() -> dict[str, int]:
     optimizer.step()
     state = [t for s in optimizer.state.values() for k, t in s.items() if k != "step"]
     held["state"] = _stored(iter(state))
-    held["slots"] = sum(1 for unit in units(model) for _ in unit.params)
+    held["slots"] = sum(1 for unit in units(model) for group in unit.groups for _ in group.params)
     return held
 
 
@@ -69,7 +69,7 @@ class _Saved:
     """Bytes that autograd saves, by whether they are a parameter group, an activation, or something unsharded."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.shards = {flat.flat_param.data_ptr() for unit in units(model) for flat in unit.param_groups}
+        self.shards = {group.flat.data_ptr() for unit in units(model) for group in unit.groups}
         self.full = {tuple(p.shape) for p in model.parameters() if p.dim() == 2}
         self.unsharded_bytes = 0
         self.count = 0
@@ -176,7 +176,7 @@ def _bottom_up() -> nn.Module:
     model = StackOfThree()
     for block in model.blocks:
         fully_shard(block)
-    return fully_shard(model)
+    return fully_shard(model, reshard_after_forward=True)
 
 
 def test_one_graph_of_each_phase_has_one_flat_parameter_and_one_gradient_for_each_unit(stack: Sent) -> None:
@@ -215,7 +215,7 @@ def test_backward_gathers_each_unit_again_and_reduces_it_once(stack: Sent) -> No
     trained = {name for name, p in Frozen().named_parameters() if p.requires_grad and name != "unused"}
     assert len(frozen["backward reduced"]) == len(trained)
     assert set(frozen["backward reduced"]) == trained
-    # The root's unit is one like any other: FSDP2 would keep it for backward.
+    # The root's unit is one like any other, unless FSDP2's default keeps it for backward.
     for key in ("forward gathers", "forward reshards", "backward gathers", "backward reshards"):
         assert bottom_up[key] == ["(root)" if unit == "head" else unit for unit in stack[key]], key
         assert "(root)" in bottom_up[key], key

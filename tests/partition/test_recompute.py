@@ -21,7 +21,9 @@ from fsdp_compile.cost.hardware import hardware
 from fsdp_compile.explain.plan import Plan
 from fsdp_compile.ops.embedding import AVERAGE_ROWS, LOOK_UP
 from fsdp_compile.partition.recompute import recompute, with_fewest
+from tests.fake_world import fake_world
 from tests.models.extended import Half, Layers
+from tests.models.layers import InARow
 from tests.ranks import run_ranks
 
 WIDTH, ROWS, BLOCKS = 32, 64, 3
@@ -149,33 +151,16 @@ def test_no_bit_changes_with_random_numbers_and_running_statistics() -> None:
         assert less < 0.7 * peak
 
 
-def _gradients_with_classes(**options: Any) -> list[torch.Tensor]:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Layers(Half, rows=64) for _ in range(BLOCKS)))
-    for part in (*model, model):
-        fully_shard(part)
-    compiled = torch.compile(model, backend="fsdp", options={"lower": "eager", **options})
-    compiled(torch.randn(1024, 6)).square().mean().backward()
-    return [local_tensor(p.grad).clone() for p in model.parameters()]  # type: ignore[arg-type]
-
-
-def _budgets_of_classes() -> tuple[int, int, bool]:
-    """The least bytes with saved activations, and with others; whether the second budget changes no bit."""
-    least = []
-    for activations in ("saved", "auto"):
-        with pytest.raises(BackendCompilerFailed) as caught:
-            _gradients_with_classes(activations=activations, memory_budget_gb=1e-9)
-        assert isinstance(caught.value.inner_exception, BudgetTooSmallError)
-        least.append(caught.value.inner_exception.least_bytes)
-    wanted, made = (_gradients_with_classes(**each) for each in ({}, {"memory_budget_gb": least[1] / 1e9}))
-    return least[0], least[1], all(map(torch.equal, wanted, made))
-
-
-def test_parameters_whose_class_gathers_them_have_budgets_too() -> None:
-    for saved, least, is_same in run_ranks(_budgets_of_classes):
-        assert 0 < least < 0.7 * saved
-        assert is_same
+@pytest.mark.parametrize("first", [nn.Identity(), nn.Linear(6, 6)], ids=["no other graph", "another graph"])
+def test_a_budget_of_a_model_with_units_that_only_hooks_gather_is_refused(first: nn.Module) -> None:
+    with fake_world(2):
+        model = InARow([first, Layers(Half, rows=64)])
+        for part in (model.blocks[1], model):
+            fully_shard(part)
+        options: dict[str, Any] = {"lower": "eager", "memory_budget_gb": 1.0}
+        compiled = torch.compile(model, backend="fsdp", options=options)
+        with pytest.raises(BackendCompilerFailed, match=r"(?s)ConfigError: FSDP2's hooks gather unit blocks.1 .*all_g"):
+            compiled(torch.randn(1024, 6)).square().mean().backward()
 
 
 @torch.library.custom_op("fsdp_test_recompute::same", mutates_args=())

@@ -32,7 +32,7 @@ class Tapered(nn.Module):
         super().__init__()
         self.first = nn.Linear(8 * WIDTH, WIDTH, bias=False)
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
-        self.scale = nn.Parameter(torch.ones(()))
+        self.scale = nn.Parameter(torch.ones(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(torch.cat([x] * 8, dim=-1))

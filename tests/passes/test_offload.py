@@ -13,7 +13,7 @@ from torch import fx
 
 from fsdp_compile.ir.graph import KEY, Role, StepGraph, require, role_of
 from fsdp_compile.ir.text.parser import parse_graph
-from fsdp_compile.lower.wrappers import host_copies_from, wait_for_host_copies
+from fsdp_compile.lower.compiled_step import CompiledStep
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.pipeline import passes
 from fsdp_compile.verify.check import check, complaints
@@ -125,7 +125,7 @@ def test_one_copy_per_flat_shard_goes_back_after_its_reduction() -> None:
     for copy in copies:
         (wait,) = (user for user in copy.users if role_of(user) is Role.OFFLOAD_OUT_WAIT)
         assert wait.args == (copy, copy.args[0])  # what is copied is nobody else's memory before
-    assert host_copies_from(step) == "cuda"
+    assert CompiledStep.of(step).host_copies_from == "cuda"
 
 
 def test_shards_on_the_device_are_not_copied() -> None:
@@ -133,7 +133,7 @@ def test_shards_on_the_device_are_not_copied() -> None:
         step = transformed(text.replace("f32[4160]", "f32[4160] on cuda"), slots=SLOTS.format("", ""))
         check(step)
         assert not {Role.OFFLOAD_IN, Role.OFFLOAD_OUT} & set(roles(step))
-        assert host_copies_from(step) == ""
+        assert CompiledStep.of(step).host_copies_from == ""
 
 
 def _without_copy_in(step: StepGraph) -> None:
@@ -224,6 +224,8 @@ def test_the_host_waits_once_after_all_copies_are_queued() -> None:
         return args
 
     with mock.patch.object(torch, "get_device_module", return_value=device) as asked:
-        assert wait_for_host_copies(compiled, "cuda")([1, 2]) == [1, 2]
+        step = dataclasses.replace(CompiledStep.of(transformed(FORWARD)), flats={}, host_copies_from="cuda")
+        run: Any = step.around(compiled)
+        assert run([1, 2]) == [1, 2]
     asked.assert_called_once_with("cuda")
     assert events == ["run", "wait"]

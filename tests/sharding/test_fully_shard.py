@@ -1,23 +1,380 @@
-"""`fully_shard` on models that share parts with others."""
+"""`fully_shard` makes what torch's `fully_shard` makes, called by hand."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+)
+from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from fsdp_compile import fully_shard
-from tests.fake_world import fake_world
+from fsdp_compile._torch import fully_shard_calls as private
+from fsdp_compile.errors import ConfigError, UnsupportedModelError
+from fsdp_compile.sharding.fully_shard import fully_shard
+from tests.ranks import run_ranks
+from tests.sharding.models import Block, Model, batch, full, made, near_one_process, same, same_call, train
 
 
-def test_a_parameter_of_another_sharded_model_is_shared() -> None:
-    with fake_world(1):
-        trunk, other = nn.Linear(4, 4), nn.Linear(4, 4)
-        other.weight = trunk.weight
-        fully_shard(nn.Sequential(trunk, nn.Linear(4, 2)))
-        second = fully_shard(nn.Sequential(other, nn.Linear(4, 3)))
-        assert other.weight is trunk.weight
-        x = torch.ones(2, 4)
-        expected = torch.nn.functional.linear(x, trunk.weight.to_local(), other.bias.to_local())  # type: ignore[attr-defined]
-        assert torch.equal(other(x), expected)
-        second(x).sum().backward()
-        assert trunk.weight.grad is not None
+def _names(model: nn.Module) -> list[str]:
+    """The modules that are units."""
+    return [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+
+
+def _calls(model: nn.Module) -> list[list[str]]:
+    """The units: names of the modules of each."""
+    names = {module: name for name, module in model.named_modules()}
+    return [[names[module] for module in call] for call in same_call(model.modules())]
+
+
+def _by_hand(model: Any, **given: Any) -> Any:
+    for part in (model.embed, *model.blocks, model.head, model):
+        fsdp2(part, **given)
+    return model
+
+
+def _automatic(policy: MixedPrecisionPolicy, hand: MixedPrecisionPolicy) -> bool:
+    ours, theirs = made(), made()
+    assert fully_shard(ours, mp_policy=policy) is ours
+    for part in (theirs.embed, *theirs.blocks, theirs.head):
+        fsdp2(part, mp_policy=hand)
+    fsdp2(theirs, mp_policy=policy)
+    assert _names(ours) == _names(theirs)
+    return same(train(ours), train(theirs))
+
+
+def test_automatic_units_train_as_torchs_by_hand() -> None:
+    assert run_ranks(_automatic, MixedPrecisionPolicy(), MixedPrecisionPolicy()) == [True, True]
+    low = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
+    inside = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    assert run_ranks(_automatic, low, inside) == [True, True]
+
+
+def _one_process(**model: bool) -> bool:
+    return near_one_process(fully_shard(made(lambda: Model(**model))), made(lambda: Model(**model)))
+
+
+@pytest.mark.parametrize("kind", ["plain", "tied", "scale"])
+def test_it_trains_as_one_process(kind: str) -> None:
+    given = {} if kind == "plain" else {kind: True}
+    assert run_ranks(_one_process, **given) == [True, True]
+
+
+def _bottom_up() -> bool:
+    ours, theirs = made(), made()
+    for block in ours.blocks:
+        fully_shard(block)
+        assert sum(isinstance(part, FSDPModule) for part in block.modules()) == 3  # split, as it may be all there is
+    fully_shard(ours)
+    assert _names(ours) == ["", "blocks.0", "blocks.1", "blocks.2"]
+    for block in theirs.blocks:
+        fsdp2(block)
+    fsdp2(theirs)
+    with pytest.raises(AssertionError, match="can only be applied to a module once"):
+        fully_shard(ours)
+    with pytest.raises(AssertionError, match="can only be applied to a module once"):
+        fully_shard(ours.blocks[0])
+    return same(train(ours), train(theirs))
+
+
+def test_calls_bottom_up_are_one_unit_each() -> None:
+    assert run_ranks(_bottom_up) == [True, True]
+
+
+def _with_torchs() -> bool:
+    ours, theirs = made(), _by_hand(made())
+    for part in (ours.embed, *ours.blocks, ours.head):
+        fsdp2(part)
+    fully_shard(ours)
+    assert _names(ours) == _names(theirs)
+    return same(train(ours), train(theirs))
+
+
+def test_modules_that_torchs_was_called_on_are_left_alone() -> None:
+    assert run_ranks(_with_torchs) == [True, True]
+
+
+def _list() -> bool:
+    ours, theirs = made(), made()
+    listed = [ours.norm, ours.head]
+    assert fully_shard(listed) is listed
+    fully_shard(ours)
+    fsdp2([theirs.norm, theirs.head])
+    fsdp2(theirs)
+    assert _calls(ours) == [[""], ["norm", "head"]]
+    return same(train(ours), train(theirs))
+
+
+def test_a_list_of_modules_is_one_unit() -> None:
+    assert run_ranks(_list) == [True, True]
+
+
+def test_wrong_arguments_are_refused(fake_world: Callable[..., Any]) -> None:
+    first = nn.Linear(4, 4)
+    wrong: list[tuple[Any, dict[str, Any], str]] = [
+        ([], {}, "the list is empty"),
+        ([first, 3], {}, "int is not a torch.nn.Module"),
+        ([first], {"auto_wrap_policy": lambda *_, **__: True}, "a wrap policy would choose others"),
+        (first, {"auto_wrap_policy": 3}, "no wrap policy"),
+        (first, {"param_init_fn": 3}, "cannot be called"),
+        (first, {"sync_module_states": 1}, "sync_module_states is 1"),
+        (first, {"reshard_after_forward": "no"}, "is not supported"),
+        (first, {"reshard_after_forward": 3}, "does not divide"),
+        (first, {"sharding_strategy": ShardingStrategy.FULL_SHARD, "reshard_after_forward": True}, "says it again"),
+        (first, {"sharding_strategy": "FULL_SHARD"}, "sharding_strategy is 'FULL_SHARD'"),
+        (first, {"device_id": "cuda:0", "mesh": "cpu"}, "not one of the mesh"),
+        (first, {"ignored_params": [3]}, "it contains 3"),
+        (first, {"ignored_params": [first]}, "is the module of the call"),
+        (first, {"mp_policy": 3}, "mp_policy is a int"),
+        (first, {"auto_wrap_policy": CustomPolicy(lambda _: {"strategy": 1})}, "no unit can have of its own"),
+    ]
+    with fake_world(4):
+        for module, given, message in wrong:
+            if given.get("mesh") == "cpu":
+                given["mesh"] = init_device_mesh("cpu", (4,))
+            root = nn.Sequential(first, first) if "strategy" in str(message) or "own" in message else module
+            with pytest.raises(ConfigError, match=message):
+                fully_shard(root, **given)
+        assert type(first) is nn.Linear
+        assert not isinstance(first.weight, DTensor)
+
+
+def _tied() -> bool:
+    ours, theirs = made(lambda: Model(tied=True)), made(lambda: Model(tied=True))
+    fully_shard(ours)
+    assert ["embed", "head"] in _calls(ours)
+    for block in theirs.blocks:
+        fsdp2(block)
+    fsdp2([theirs.embed, theirs.head])
+    fsdp2(theirs)
+    return same(train(ours), train(theirs)) and ours.embed.weight is ours.head.weight
+
+
+def test_units_that_share_a_parameter_become_one() -> None:
+    assert run_ranks(_tied) == [True, True]
+
+
+def test_a_parameter_that_the_rest_of_the_model_has_too_is_of_the_rest(fake_world: Callable[..., Any]) -> None:
+    with fake_world(2):
+        model = made()
+        model.also = model.blocks[1].mlp[0].weight
+        fully_shard(model)
+        assert _names(model) == ["", "embed", "blocks.0", "blocks.2", "head"]
+        several = made()
+        several.blocks[1].mlp = several.blocks[0].mlp  # a module with two places
+        assert _calls(fully_shard(several))[2:] == [["blocks.0", "blocks.1"], ["blocks.2"], ["head"]]
+
+
+def test_tied_units_need_one_policy(fake_world: Callable[..., Any]) -> None:
+    policy = CustomPolicy(
+        lambda m: {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)} if isinstance(m, nn.Embedding) else False
+    )
+    with fake_world(2), pytest.raises(ConfigError, match=r"different ways\n  where: embed.weight"):
+        fully_shard(made(lambda: Model(tied=True)), auto_wrap_policy=policy)
+
+
+class _TwoDtypes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.low, self.high = nn.Linear(6, 6).bfloat16(), nn.Linear(6, 6)
+        self.frozen = nn.Parameter(torch.ones(6, dtype=torch.float64), requires_grad=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = tokens[..., :1].float().expand(-1, 6) * self.frozen.float()
+        return self.high(x) + self.low(x.bfloat16()).float()
+
+
+def _two_dtypes() -> tuple[bool, int]:
+    model = fully_shard(made(_TwoDtypes))
+    return near_one_process(model, made(_TwoDtypes), atol=0.02), len(fsdp2.state(model)._fsdp_param_groups)  # type: ignore[attr-defined]
+
+
+def test_a_second_dtype_is_a_second_group() -> None:
+    assert run_ranks(_two_dtypes) == [(True, 2)] * 2
+
+
+def test_a_second_dtype_needs_a_torch_with_lists_of_groups(
+    fake_world: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(private, "has_group_lists", lambda: False)
+    with fake_world(2), pytest.raises(ConfigError, match=r"needs one dtype[^$]*where: high.weight"):
+        fully_shard(_TwoDtypes())
+
+
+def test_parameters_that_fsdp2_cannot_split_are_refused_by_name(fake_world: Callable[..., Any]) -> None:
+    with fake_world(4):
+        model: Any = Model()
+        model.blocks[1].extra = nn.Parameter(torch.zeros(4, 4, dtype=torch.complex64))
+        with pytest.raises(UnsupportedModelError, match=r"complex[^$]*blocks\.1\.extra"):
+            fully_shard(model)
+        assert _names(model) == []
+        fully_shard(model, ignored_params=[model.blocks[1].extra])
+        assert not isinstance(model.blocks[1].extra, DTensor)
+        model = Model()
+        model.blocks[1].extra = nn.Parameter(torch.zeros(4, 8).t())
+        with pytest.raises(NotImplementedError, match="does not support non-contiguous parameters"):
+            fully_shard(model)
+        with pytest.raises(NotImplementedError, match="uneven sharding on dim 1"):
+            fully_shard(Model(), shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 else None)
+        with pytest.raises(AssertionError, match="Shard dim 2 is invalid"):
+            fully_shard(nn.Linear(8, 8), shard_placement_fn=lambda _: Shard(2))
+        model = fully_shard(nn.Linear(8, 8), shard_placement_fn=lambda p: Shard(p.dim() - 1))
+        assert [p.placements for p in model.parameters()] == [(Shard(1),), (Shard(0),)]
+
+
+def test_strategies_are_meshes_and_reshard_after_forward(
+    fake_world: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    expected = {
+        ShardingStrategy.FULL_SHARD: ((4,), True),
+        ShardingStrategy.SHARD_GRAD_OP: ((4,), False),
+        ShardingStrategy.NO_SHARD: ((4, 1), False),
+        ShardingStrategy.HYBRID_SHARD: ((2, 2), True),
+        ShardingStrategy._HYBRID_SHARD_ZERO2: ((2, 2), False),
+    }
+    with fake_world(4):
+        for strategy, (shape, reshards) in expected.items():
+            model: Any = fully_shard(Model(), sharding_strategy=strategy)
+            weight = model.blocks[0].mlp[0].weight
+            assert tuple(weight.device_mesh.mesh.shape) == shape
+            assert weight.placements == (Replicate(), Shard(0))[2 - len(shape) :]
+            group = fsdp2.state(model.blocks[0])._fsdp_param_groups[0]  # type: ignore[attr-defined]
+            assert group._reshard_after_forward is reshards
+
+
+def _strategy(strategy: ShardingStrategy) -> bool:
+    return near_one_process(fully_shard(made(), sharding_strategy=strategy), made())
+
+
+@pytest.mark.parametrize("strategy", [ShardingStrategy.NO_SHARD, ShardingStrategy.SHARD_GRAD_OP])
+def test_strategies_train_as_one_process(strategy: ShardingStrategy) -> None:
+    assert run_ranks(_strategy, strategy) == [True, True]
+
+
+def _hybrid() -> bool:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    ours = fully_shard(made(), mesh=mesh, reshard_after_forward=True)
+    return same(train(ours), train(_by_hand(made(), mesh=mesh, reshard_after_forward=True)))
+
+
+@pytest.mark.parametrize("reshard", [True, False, 1, 2, "auto", None])
+def test_reshard_after_forward_is_torchs(fake_world: Callable[..., Any], reshard: Any) -> None:
+    with fake_world(4):
+        ours: Any = fully_shard(Model(), reshard_after_forward=reshard)
+        theirs = _by_hand(Model(), reshard_after_forward=True if reshard == "auto" else reshard)
+        for a, b in ((ours, theirs), (ours.blocks[0], theirs.blocks[0])):
+            (own,), (other,) = (fsdp2.state(m)._fsdp_param_groups for m in (a, b))  # type: ignore[attr-defined]
+            assert own.post_forward_mesh_info == other.post_forward_mesh_info
+            assert private.settings_of(a).auto_reshard is (reshard == "auto")
+
+
+def test_hybrid_sharding_trains_as_torchs() -> None:
+    assert run_ranks(_hybrid, world_size=4) == [True] * 4
+
+
+def test_wrap_policies_choose_units_and_override(fake_world: Callable[..., Any]) -> None:
+    def choose(module: nn.Module) -> Any:
+        if isinstance(module, nn.Embedding):
+            return {"sharding_strategy": ShardingStrategy.NO_SHARD}
+        if isinstance(module, nn.Sequential):
+            return {"reshard_after_forward": False, "mp_policy": MixedPrecisionPolicy(output_dtype=torch.float64)}
+        return isinstance(module, Block)
+
+    with fake_world(4):
+        assert _names(fully_shard(Model(), auto_wrap_policy=ModuleWrapPolicy({Block}))) == [
+            "",
+            "blocks.0",
+            "blocks.1",
+            "blocks.2",
+        ]
+        model: Any = fully_shard(Model(), auto_wrap_policy=CustomPolicy(choose))
+        assert len(_names(model)) == 8
+        assert model.embed.weight.device_mesh.mesh.shape == (4, 1)
+        assert model.head.weight.device_mesh.mesh.shape == (4,)
+        inner = fsdp2.state(model.blocks[0].mlp)  # type: ignore[attr-defined]
+        assert inner._mp_policy.output_dtype is torch.float64
+        assert inner._fsdp_param_groups[0].post_forward_mesh_info is None
+
+
+def _offload(policy: Any) -> bool:
+    ours = fully_shard(made(), offload_policy=policy)
+    theirs = _by_hand(made(), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    return same(train(ours), train(theirs))
+
+
+def test_offload_is_torchs() -> None:
+    assert run_ranks(_offload, CPUOffloadPolicy(pin_memory=False)) == [True, True]
+
+
+def _ignored() -> bool:
+    model = made()
+    kept = model.blocks[0].mlp[0].weight
+    fully_shard(model, ignored_params=[model.blocks[1], kept])
+    assert model.blocks[0].mlp[0].weight is kept
+    assert not any(isinstance(p, DTensor) for p in model.blocks[1].parameters())
+    model(batch(0)).square().mean().backward()
+    grads = [torch.zeros_like(kept) for _ in range(dist.get_world_size())]
+    dist.all_gather(grads, kept.grad)
+    return not torch.equal(*grads)
+
+
+def test_ignored_parameters_are_neither_sharded_nor_averaged() -> None:
+    assert run_ranks(_ignored) == [True, True]
+
+
+def _separate() -> bool:
+    ours, theirs = fully_shard(made(), separate_reduce_group=True), _by_hand(made())
+    groups = [g for m in ours.modules() if isinstance(m, FSDPModule) for g in fsdp2.state(m)._fsdp_param_groups]  # type: ignore[attr-defined]
+    separate = {group.mesh_info.reduce_scatter_process_group for group in groups}
+    assert len(separate) == 1
+    assert None not in separate
+    return same(train(ours), train(theirs))
+
+
+def test_reductions_may_have_a_group_of_their_own() -> None:
+    assert run_ranks(_separate) == [True, True]
+
+
+def _device(device: Any) -> bool:
+    return same(full(fully_shard(made(), device_id=device)), full(_by_hand(made())))
+
+
+def test_device_id_names_where_torch_moves_units() -> None:
+    assert run_ranks(_device, "cpu") == [True, True]
+
+
+def _placements(shard: Callable[..., Any], mesh: DeviceMesh) -> list[Any]:
+    found: list[Any] = []
+    for placement in (Shard(0), Shard(1), Replicate()):
+        for mesh_of_params, given in (
+            (mesh["tp"], {"mesh": mesh["dp"]}),
+            (mesh, {"mesh": mesh, "dp_mesh_dims": DataParallelMeshDims(shard="dp")}),
+        ):
+            model: Any = nn.Sequential(nn.Linear(8, 8, bias=False))
+            over = (placement,) if mesh_of_params.ndim == 1 else (Replicate(), placement)
+            model[0].weight = nn.Parameter(distribute_tensor(model[0].weight, mesh_of_params, over))
+            shard(model[0], **given)
+            shard(model, **given)
+            found.append((model[0].weight.placements, model[0].weight.to_local().shape))
+    return found
+
+
+def test_dtensors_over_other_dimensions_of_the_mesh_are_torchs_matter(fake_world: Callable[..., Any]) -> None:
+    with fake_world(4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        ours = _placements(fully_shard, mesh)
+        assert ours == _placements(fsdp2, mesh)
+        assert len(set(ours)) >= 3

@@ -1,4 +1,4 @@
-"""Meshes that a call names by dimensions, or parameter by parameter: units, whole values, and what is refused."""
+"""Meshes that a call names by dimensions, or parameter by parameter: whole values and gradients."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import fsdp_compile
-from fsdp_compile import FSDPCompileError, fully_shard
-from tests import long
+from fsdp_compile import ConfigError, fully_shard
 from tests.beside import compile_eagerly
 from tests.models.spmd import WIDTH, Spmd
 from tests.ranks import run_ranks
@@ -26,66 +25,6 @@ Dims: Any = getattr(torch.distributed.fsdp, "DataParallelMeshDims", None)
 Result: Any = getattr(_fsdp_common, "ShardPlacementResult", None)
 needs_dims = pytest.mark.skipif(Dims is None, reason="torch has no DataParallelMeshDims")
 needs_result = pytest.mark.skipif(Result is None, reason="torch has no ShardPlacementResult")
-
-
-def _raised(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except FSDPCompileError as error:
-        return str(error)
-    return ""
-
-
-def _refused_dims() -> list[str]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tp"))
-    nameless = init_device_mesh("cpu", (2, 2))
-    three = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("a", "b", "c"))
-
-    def shard(dims: Any, over: Any = mesh, model: nn.Module | None = None, **others: Any) -> Callable[[], object]:
-        given = Spmd(1).spread(mesh, "tp", ("data",)) if model is None else model
-        return lambda: fully_shard(given, mesh=over, dp_mesh_dims=dims, **others)
-
-    linear = nn.Linear(4, 4, bias=False)
-    split = nn.Linear(4, 4, bias=False)
-    split.weight = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0), Replicate()]))
-    found = [
-        shard("data"),
-        shard(Dims("data"), None),
-        shard(Dims("data"), nameless),
-        shard(Dims("other")),
-        shard(Dims("data", "data")),
-        shard(Dims(("a", "c")), three),
-        shard(Dims("data"), model=linear),
-        shard(Dims("data"), init_device_mesh("cpu", (4, 1), mesh_dim_names=("data", "tp"))),
-        shard(Dims("data"), model=split),
-        shard(Dims("data"), sharding_strategy=ShardingStrategy.FULL_SHARD),
-    ]
-    return [_raised(call) for call in found]
-
-
-@needs_dims
-def test_wrong_dimensions_are_refused_by_name() -> None:
-    expected = [
-        "no DataParallelMeshDims",
-        "there is none",
-        "mesh has no names",
-        "'other' is none of the mesh's dimensions",
-        "a dimension is named twice",
-        "not next to each other",
-        "a parameter is a plain tensor",
-        "a parameter is a DTensor over",
-        "over the data-parallel dimension 'data' it is not replicated",
-        "FULL_SHARD says already",
-    ]
-    for errors in run_ranks(_refused_dims, world_size=4):
-        for error, said in zip(errors, expected, strict=True):
-            assert said in error
-
-
-def test_a_torch_without_the_dimensions_is_told_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch.distributed.fsdp, "DataParallelMeshDims", raising=False)
-    error = _raised(lambda: fully_shard(nn.Linear(2, 2), dp_mesh_dims="dp"))
-    assert f"torch {torch.__version__} does not have it" in error
 
 
 def _whole_values_of_spmd() -> None:
@@ -140,12 +79,12 @@ class _Positioned(nn.Module):
         return torch.tanh(x + self.position) * self.weight * self.scale
 
 
-def _positions(*, is_compiled: bool) -> None:
-    """Batches are split over "dp", sequences over "cp"."""
+def _positions() -> None:
+    """Batches are split over "dp", sequences over "cp"; FSDP2 takes the split gradient for one with partial sums."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     reference, model = _Positioned(), _Positioned(mesh)
     fully_shard(model, mesh=mesh, dp_mesh_dims=Dims(("dp", "cp")))
-    call: Any = compile_eagerly(model) if is_compiled else model
+    call: Any = compile_eagerly(model)
     batch = torch.randn(4, 4, 4, generator=torch.Generator().manual_seed(5))
     reference(batch).square().mean().backward()
     own = batch.chunk(2)[mesh.get_local_rank("dp")].chunk(2, dim=1)[mesh.get_local_rank("cp")].contiguous()
@@ -156,31 +95,8 @@ def _positions(*, is_compiled: bool) -> None:
 
 
 @needs_dims
-@long.parametrize("is_compiled", [False, True], always=[True])
-def test_a_gradient_that_is_split_over_a_data_parallel_dimension(*, is_compiled: bool) -> None:
-    run_ranks(_positions, is_compiled=is_compiled, world_size=4)
-
-
-def _thawed() -> None:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    model = _Positioned(mesh)
-    fully_shard(model, mesh=mesh, dp_mesh_dims=Dims("dp"))
-    x = DTensor.from_local(torch.randn(2, 4, 4), mesh, [Shard(0)])
-    model(x).to_local().square().mean().backward()
-    before: dict[str, Any] = dict(model.named_parameters())
-    gradients = {name: p.grad.full_tensor() for name, p in before.items()}
-    model.position.requires_grad = False  # the unit is laid out anew
-    with torch.no_grad():
-        model(x)
-    for name in ("weight", "scale"):
-        parameter: Any = model.get_parameter(name)
-        assert parameter is before[name]
-        assert torch.equal(parameter.grad.full_tensor(), gradients[name])
-
-
-@needs_dims
-def test_gradients_of_a_model_over_a_whole_mesh_stay_when_another_parameter_is_frozen() -> None:
-    run_ranks(_thawed)
+def test_a_gradient_that_is_split_over_a_data_parallel_dimension() -> None:
+    run_ranks(_positions, world_size=4)
 
 
 class _Two(nn.Module):
@@ -213,43 +129,30 @@ def _two_meshes() -> list[Any]:
     fully_shard(model, mesh=every, shard_placement_fn=fn(model))
     parent = nn.Sequential(model)  # a call above it makes of the split one unit for each mesh
     fully_shard(parent, mesh=every)
-    made = fsdp_compile.units(parent)
-    units = [(unit.title, [p.name for p in unit.params], unit.policy.mesh.size()) for unit in made]
+    units = sorted(
+        (name, parameter.device_mesh.size())
+        for name, parameter in parent.named_parameters()
+        if isinstance(parameter, DTensor)
+    )
     x = torch.randn(2, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
     parent(x).sum().backward()
-    mine: Any = model.scale.grad
-    value = mine.full_tensor()
+    assert model.scale.grad is not None
     values = [torch.zeros(()) for _ in range(4)]
-    dist.all_gather(values, value)
-    wrong = _raised(
-        lambda: fully_shard(
-            _Two(), mesh=every, shard_placement_fn=lambda _: Result(None, _fsdp_common.FSDPMeshInfo(mesh, 0))
-        )
-    )
-    return [units, [v.item() for v in values], wrong]
+    dist.all_gather(values, model.scale.grad)
+    return [units, [v.item() for v in values]]
 
 
 @needs_result
 def test_parameters_of_one_module_on_two_meshes() -> None:
-    for units, scales, wrong in run_ranks(_two_meshes, world_size=4):
-        assert units == [
-            ("0", ["scale", "expert.weight"], 2),
-            ("0#2", ["dense.weight", "dense.bias"], 4),
-        ]
+    for units, scales in run_ranks(_two_meshes, world_size=4):
+        assert units == [("0.dense.bias", 4), ("0.dense.weight", 4), ("0.expert.weight", 2)]
         assert scales[0] == scales[2] != scales[1] == scales[3]  # averaged over "dp" alone
-        assert "to shard over dimension 0" in wrong
 
 
-def _other_values() -> str:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
-    info = _fsdp_common.FSDPMeshInfo(mesh["dp"], shard_mesh_dim=0)
-    torch.manual_seed(mesh.get_local_rank("dp"))
-    model = nn.Linear(4, 4)
-    fully_shard(model, shard_placement_fn=lambda _: Result(None, info))
-    return _raised(lambda: model(torch.ones(1, 4)))
-
-
-@needs_result
-def test_values_are_compared_over_the_mesh_of_each_parameter() -> None:
-    for error in run_ranks(_other_values, world_size=4):
-        assert "ranks start with different values of a parameter" in error
+def test_a_strategy_and_dimensions_say_the_same_twice(fake_world: Callable[..., Any]) -> None:
+    with fake_world(4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tp"))
+        both: list[dict[str, Any]] = [{"mesh": mesh, "sharding_strategy": ShardingStrategy.FULL_SHARD}, {}]
+        for given in both:
+            with pytest.raises(ConfigError, match="a mesh with it, and no sharding_strategy"):
+                fully_shard(nn.Linear(4, 4), dp_mesh_dims=Dims("data") if Dims else "data", **given)

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 from collections.abc import Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -13,22 +14,35 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecision as FSDP1MixedPrecision
-from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from fsdp_compile import ConfigError, MixedPrecision, fully_shard, materialize, units
+from fsdp_compile import ConfigError, MixedPrecision, backend, fully_shard, materialize
 from fsdp_compile.config.policy import as_mixed_precision, as_offload
-from fsdp_compile.ir.graph import Role
-from fsdp_compile.modules.casts import cast
+from fsdp_compile.fsdp2.take_over import cast
+from fsdp_compile.ir.graph import Role, StepGraph
+from tests.beside import compile_eagerly
 from tests.fake_world import fake_world
-from tests.models.kinds import WIDTH, Block, Stack
-from tests.numerics.one_process.test_mixed_precision import Normed
+from tests.models.kinds import WIDTH
 from tests.ranks import run_ranks
-from tests.verify.captured import World, capture
 
 BF16 = torch.bfloat16
+
+
+class Normed(nn.Module):
+    """Linear layers, a batch norm between them, and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.down = nn.Linear(WIDTH, 5)
+        self.register_buffer("scale", torch.linspace(0.9, 1.1, 5))
+        self.register_buffer("count", torch.tensor(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.norm(self.up(x)))) * self.get_buffer("scale")
 
 
 @pytest.fixture
@@ -37,10 +51,23 @@ def world() -> Iterator[None]:
         yield
 
 
-def _sent(make: Any, policy: Any, *, training: bool = True) -> list[dict[str, torch.dtype]]:
-    """By graph: parameter to the dtype in which it is gathered, or its gradient reduced."""
+def _sent(model: nn.Module, policy: Any, *, training: bool = True) -> list[dict[str, torch.dtype]]:
+    """By graph: parameter to the dtype in which it is gathered, then to that in which its gradient is reduced."""
+    steps: list[StepGraph] = []
+    transform = backend.transform
+
+    def noted(step: StepGraph, *args: Any, **kwargs: Any) -> Any:
+        made = transform(step, *args, **kwargs)
+        steps.append(step)
+        return made
+
+    with fake_world(4), mock.patch.object(backend, "transform", noted), torch.set_grad_enabled(training):
+        output = compile_eagerly(fully_shard(model, mp_policy=policy))(torch.ones(4, WIDTH))
+        if training:
+            output.sum().backward()
+    torch._dynamo.reset()
     found: list[dict[str, torch.dtype]] = []
-    for step in capture(make, [torch.ones(4, WIDTH)], World(4, policy=policy), training=training):
+    for step in steps:
         for role in (Role.GATHER, Role.REDUCE):
             dtypes: dict[str, torch.dtype] = {}
             for node in step.nodes(role):
@@ -53,7 +80,7 @@ def _sent(make: Any, policy: Any, *, training: bool = True) -> list[dict[str, to
 
 @pytest.mark.core
 def test_the_wire_is_narrow() -> None:
-    gathered, _, gathered_again, reduced = _sent(Normed, MixedPrecision(BF16, torch.float16))
+    gathered, _, gathered_again, reduced = _sent(Normed(), MixedPrecision(BF16, torch.float16))
     names = {name for name, _ in Normed().named_parameters()}
     norm = {"norm.weight": torch.float32, "norm.bias": torch.float32}
     assert gathered == {**dict.fromkeys(names, BF16), **norm}
@@ -61,31 +88,15 @@ def test_the_wire_is_narrow() -> None:
     assert set(gathered_again.items()) <= set(gathered.items())
 
 
-@pytest.mark.usefixtures("world")
-def test_plain_policies_have_no_exceptions_as_in_fsdp2() -> None:
-    model = fully_shard(Normed(), mp_policy=MixedPrecisionPolicy(BF16))
-    assert {slot.spec.param_dtype for unit in units(model) for slot in unit.params} == {BF16}
-
-
 def test_eval_in_full_precision_gathers_in_full_precision() -> None:
-    def make() -> nn.Module:
-        return Normed().eval()
-
-    gathered, _ = _sent(make, MixedPrecision(BF16, full_precision_in_eval=True), training=False)
+    policy = MixedPrecision(BF16, full_precision_in_eval=True)
+    gathered, _ = _sent(Normed().eval(), policy, training=False)
     assert set(gathered.values()) == {torch.float32}
-
-
-@pytest.mark.usefixtures("world")
-def test_full_precision_classes_are_not_quantized() -> None:
-    model = nn.Sequential(nn.Embedding(512, 128), nn.Linear(128, 512))
-    fully_shard(model, mp_policy=MixedPrecision(gather_dtype=torch.int8, full_precision_classes=(nn.Embedding,)))
-    formats = {param.name: param.spec.gather_format for unit in units(model) for param in unit.params}
-    assert formats == {"0.weight": "", "1.weight": "int8", "1.bias": ""}
 
 
 def test_none_casts_and_offloads_nothing() -> None:
     assert as_mixed_precision(None) == as_mixed_precision(MixedPrecisionPolicy())
-    assert as_offload(None) is None
+    assert as_offload(None) == OffloadPolicy()
 
 
 def test_fields_and_defaults() -> None:
@@ -119,7 +130,11 @@ def test_wrong_values_are_refused() -> None:
 def test_parameters_are_saved_and_loaded_in_their_own_dtype() -> None:
     model = Normed()
     before = copy.deepcopy(model.state_dict())
-    fully_shard(model, mp_policy=MixedPrecision(BF16), mesh=init_device_mesh("cpu", (4, 1)))
+    fully_shard(
+        model,
+        mp_policy=MixedPrecision(BF16),
+        mesh=init_device_mesh("cpu", (4, 1), mesh_dim_names=("replicate", "shard")),
+    )
     names = [name for name, _ in model.named_parameters()]
     saved = {name: value.clone() for name, value in model.state_dict().items()}
     for name in names:
@@ -129,29 +144,6 @@ def test_parameters_are_saved_and_loaded_in_their_own_dtype() -> None:
     model.load_state_dict(third)
     for name in names:
         assert torch.equal(model.state_dict()[name].to_local(), before[name] / 3), "what is loaded is not rounded"
-
-
-@pytest.mark.usefixtures("world")
-def test_buffers_are_cast_once_and_saved_as_they_were() -> None:
-    model = Normed()
-    before = copy.deepcopy(model.state_dict())
-    fully_shard(model, mp_policy=MixedPrecision(BF16, buffer_dtype=BF16))
-    assert model.scale.dtype is BF16
-    assert model.count.dtype is torch.int64, "integers are left"
-    assert model.norm.running_mean is not None
-    assert model.norm.running_mean.dtype is torch.float32, "of a module kept in full precision"
-    saved = model.state_dict()
-    for name in ("scale", "count", "norm.running_mean", "norm.num_batches_tracked"):
-        assert torch.equal(saved[name], before[name])
-        assert saved[name].dtype is before[name].dtype
-    held = model.scale
-    model.eval().train()
-    assert model.scale is held
-    model.scale.mul_(2)  # as training might
-    assert torch.equal(model.state_dict()["scale"], held.float())
-    model.load_state_dict(saved)
-    assert model.scale.dtype is BF16
-    assert torch.equal(model.state_dict()["scale"], before["scale"]), "what is loaded is not rounded"
 
 
 @pytest.mark.usefixtures("world")
@@ -174,26 +166,33 @@ class _Table(nn.Module):
         nn.init.ones_(self.weight)
         self.table = torch.full((4,), 1 / 3, device=self.weight.device)
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.table
+
 
 def _values_given(source: str) -> None:
     policy = MixedPrecision(BF16, torch.float32, buffer_dtype=BF16, full_precision_in_eval=True)
     rank = dist.get_rank()
     with torch.device("meta" if source == "initialized" or (source == "first, others on meta" and rank) else "cpu"):
-        model = nn.Sequential(_Table((1 + rank) / 3))
+        model: Any = nn.Sequential(_Table((1 + rank) / 3))
     if source == "first, after a call":
         fully_shard(model[0], mp_policy=policy)
     fully_shard(model, mp_policy=policy, sync_module_states=source.startswith("first"))
     if source == "initialized":
         materialize(model)
-    table = model.get_submodule("0").get_buffer
-    assert table("table").dtype is BF16
     exact = torch.full((4,), 1 / 3)
+    if source == "loaded":
+        model.load_state_dict({**model.state_dict(), "0.table": exact})
+    compiled: Any = torch.compile(model, backend="fsdp", options={"lower": "eager"})
+    assert model[0].table.dtype is BF16
     assert torch.equal(model.state_dict()["0.table"], exact)
-    model.eval()
-    assert torch.equal(table("table"), exact)
+    assert torch.equal(compiled.eval()(torch.ones(4)), exact)
+    assert torch.equal(compiled.train()(torch.ones(4)), exact.to(BF16))
+    model[0].table.fill_(2 / 3)
+    assert torch.equal(compiled.eval()(torch.ones(4)), torch.full((4,), 2 / 3).to(BF16).float())
 
 
-@pytest.mark.parametrize("source", ["first", "first, others on meta", "first, after a call", "initialized"])
+@pytest.mark.parametrize("source", ["first", "first, others on meta", "first, after a call", "initialized", "loaded"])
 def test_what_buffers_are_given_is_not_rounded(source: str) -> None:
     run_ranks(_values_given, source)
 
@@ -244,19 +243,6 @@ def test_fsdp1s_flag_for_the_root_overrides(*, root: bool, others: bool, seen: t
     assert model.given is seen
 
 
-@pytest.mark.usefixtures("world")
-def test_units_of_a_wrap_policy_cast_their_inputs() -> None:
-    model = Stack(2)
-    fully_shard(model, mp_policy=MixedPrecisionPolicy(BF16), auto_wrap_policy=ModuleWrapPolicy({Block}))
-    assert [unit.title for unit in units(model)] == ["blocks.0", "blocks.1", "(root)"]
-    assert {param.spec.param_dtype for unit in units(model) for param in unit.params} == {BF16}
-    given = []
-    model.get_submodule("blocks.1.norm").register_forward_pre_hook(lambda _, args: given.append(args[0].dtype))
-    model.blocks[0].register_forward_hook(lambda _m, _args, output: output.float())
-    model(torch.ones(2, WIDTH))
-    assert given == [BF16]
-
-
 class Pair(NamedTuple):
     """A named tuple of inputs."""
 
@@ -285,17 +271,3 @@ def test_casts_reach_into_containers_and_keep_what_is_not_floating() -> None:
     assert (got["b"][1].pair.x.dtype, got["b"][1].pair.y) == (BF16, 4)
     assert isinstance(got["c"], PackedSequence)
     assert got["c"].data.dtype is BF16
-
-
-@pytest.mark.usefixtures("world")
-def test_dtypes_of_the_policy_survive_a_conversion_of_the_model() -> None:
-    model = nn.Sequential(nn.Linear(8, 8))
-    fully_shard(model, mp_policy=MixedPrecisionPolicy(BF16))
-    plain = fully_shard(nn.Sequential(nn.Linear(8, 8)))
-    for each in (model, plain):
-        each.double()
-        each(torch.ones(2, 8, dtype=torch.float64))
-    assert {(s.spec.param_dtype, s.sharded_view.dtype) for unit in units(model) for s in unit.params} == {
-        (BF16, torch.float64)
-    }
-    assert {s.spec.param_dtype for unit in units(plain) for s in unit.params} == {torch.float64}

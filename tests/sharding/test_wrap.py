@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.fsdp.wrap import (
     CustomPolicy,
     ModuleWrapPolicy,
@@ -19,10 +18,11 @@ from torch.distributed.fsdp.wrap import (
 )
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile import ConfigError, fully_shard, units
-from fsdp_compile.layout.spec import Reshard
+from fsdp_compile.errors import ConfigError
+from fsdp_compile.sharding.fully_shard import fully_shard
 from tests.fake_world import fake_world
-from tests.models.outlines import Block, Small, Transformer
+from tests.models.outlines import Block, Transformer
+from tests.sharding.models import same_call
 
 
 @pytest.fixture(autouse=True)
@@ -32,25 +32,22 @@ def _world_of_four() -> Iterator[None]:
 
 
 def _layout(model: nn.Module) -> dict[str, list[str]]:
-    """Titles of the units, each with the names of its parameters in the model."""
-    return {unit.title: sorted(unit.parameter_name(slot) for slot in unit.params) for unit in units(model)}
-
-
-def _block(model: Transformer, index: int) -> Block:
-    block = model.blocks[index]
-    assert isinstance(block, Block)
-    return block
-
-
-def _weight(module: nn.Module) -> nn.Parameter:
-    assert isinstance(module.weight, nn.Parameter)
-    return module.weight
+    """Units with parameters by the names of their modules, each with the names of its parameters in the model."""
+    names = {module: name or "(root)" for name, module in model.named_modules()}
+    params = {parameter: name for name, parameter in model.named_parameters()}
+    found = {}
+    for call in same_call(model.modules()):
+        groups = fsdp2.state(call[0])._fsdp_param_groups  # type: ignore[attr-defined]
+        own = [params[param.sharded_param] for group in groups for param in group.fsdp_params]
+        if own:
+            found["+".join(names[module] for module in call)] = sorted(own)
+    return found
 
 
 def _titles(model: nn.Module) -> list[str]:
-    """Titles of the units, after a check that they hold every parameter of the model exactly once."""
-    held = [name for names in _layout(model).values() for name in names]
-    assert sorted(held) == sorted(name for name, _ in model.named_parameters())
+    """Titles of the units, after a check that they have every parameter of the model exactly once."""
+    own = [name for names in _layout(model).values() for name in names]
+    assert sorted(own) == sorted(name for name, _ in model.named_parameters())
     return list(_layout(model))
 
 
@@ -94,7 +91,7 @@ class _Unlike(nn.Module):
 
 AUTOMATIC: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "transformer": (Transformer, ["(root)", "blocks.0", "blocks.1", "blocks.2", "embed", "head"]),
-    "tied": (lambda: Transformer(tied=True), ["(root)", "blocks.0", "blocks.1", "blocks.2", "embed"]),
+    "tied": (lambda: Transformer(tied=True), ["(root)", "blocks.0", "blocks.1", "blocks.2", "embed+head"]),
     "sequential-of-linear": (lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), ["0", "2"]),
     "resnet": (_ResNet, ["head", "layer1.0", "layer1.1", "layer2.0", "layer2.1", "layer2.2", "stem"]),
     "module-dict": (lambda: _in_dict({"a": Block(), "b": Block(), "n": nn.LayerNorm(4)}), ["(root)", "d.a", "d.b"]),
@@ -113,7 +110,6 @@ def _in_dict(modules: dict[str, nn.Module]) -> nn.Module:
     return root
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("kind", AUTOMATIC)
 def test_automatic_split(kind: str) -> None:
     make, expected = AUTOMATIC[kind]
@@ -143,37 +139,19 @@ def test_one_call_shards_all_of_a_module_and_puts_nothing_around_it() -> None:
     assert all(a is b for a, b in zip(model.modules(), modules, strict=True))
     assert [name for name, _ in model.named_parameters()] == names
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-    held = [unit.parameter_name(param) for unit in units(model) for param in unit.params]
-    assert sorted(held) == sorted(names)
-    for unit in units(model):
-        inside = {id(parameter) for parameter in unit.root.parameters()}
-        assert all(id(param.parameter) in inside for param in unit.params)
-
-
-def test_bottom_up_calls_are_taken_as_they_are() -> None:
-    model = Transformer()
-    fully_shard(model.blocks[0], reshard_after_forward=False)
-    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    assert sorted(_titles(model)) == ["(root)", "blocks.0"]  # the other two blocks would be units of an automatic split
-    by_title = {unit.title: unit.policy for unit in units(model)}
-    assert by_title["blocks.0"].mesh_placement.reshard is Reshard.AFTER_BACKWARD
-    assert by_title["(root)"].mesh_placement.reshard is Reshard.AFTER_FORWARD
-    assert by_title["blocks.0"].mixed_precision.param_dtype is None
-    assert by_title["(root)"].mixed_precision.param_dtype is torch.bfloat16
+    assert sorted(name for own in _layout(model).values() for name in own) == sorted(names)
 
 
 def test_an_ancestors_call_takes_a_descendants_call_as_one_unit() -> None:
     """The call on the inner model alone would split it; called on the outer one too, it is FSDP2's bottom-up style."""
     outer = nn.ModuleDict({"inner": Transformer(), "head": nn.Linear(4, 4)})
     model = _in_dict(dict(outer))
-    parameters = list(model.parameters())
     fully_shard(outer["inner"])
     sharded = list(outer["inner"].parameters())
-    assert len(units(outer["inner"])) == 6
+    assert len(_layout(outer["inner"])) == 6
     fully_shard(model)
     assert sorted(_titles(model)) == ["(root)", "d.inner"]
     assert all(a is b for a, b in zip(outer["inner"].parameters(), sharded, strict=True)), "identities are kept"
-    assert len(parameters) == len(list(model.parameters()))
 
 
 def test_units_of_an_explicit_split_below_are_not_merged() -> None:
@@ -191,12 +169,6 @@ def test_units_of_a_policy_below_are_kept_and_named_after_their_place() -> None:
     model = fully_shard(_in_dict({"middle": middle, "own": nn.Linear(4, 4)}))
     blocks = [f"d.middle.d.d.blocks.{i}" for i in range(3)]
     assert sorted(_titles(model)) == ["(root)", "d.middle", "d.middle.d.d", *blocks]
-
-
-def test_units_of_a_compiled_model_are_those_of_the_model() -> None:
-    model = fully_shard(Transformer())
-    assert units(torch.compile(model, backend="fsdp")) == units(model)  # type: ignore[arg-type]
-    assert units(Transformer()) == []
 
 
 class _Marked(nn.Module):
@@ -253,60 +225,19 @@ def test_a_policy_that_returns_arguments_is_refused() -> None:
     policy = CustomPolicy(lambda m: {"forward_prefetch": True} if isinstance(m, Block) else False)
     with pytest.raises(ConfigError, match="forward_prefetch"):
         fully_shard(Transformer(), auto_wrap_policy=policy)
-    with pytest.raises(ConfigError, match="returned 'yes' for a"):
+    with pytest.raises(ConfigError, match="it returned yes"):
         fully_shard(Transformer(), auto_wrap_policy=CustomPolicy(lambda _: "yes"))  # type: ignore[arg-type,return-value]
 
 
-def test_ignored_parameters_stay_as_they_are() -> None:
-    model = Transformer()
-    kept = _weight(_block(model, 1).up)
-    embedding = _weight(model.embed)
-    fully_shard(model, ignored_params={kept, embedding})
-    assert _block(model, 1).up.weight is kept
-    assert type(kept) is nn.Parameter
-    assert "embed" not in _layout(model)
-    held = {name for names in _layout(model).values() for name in names}
-    everything = {name for name, _ in model.named_parameters()}
-    assert everything - held == {"blocks.1.up.weight", "embed.weight"}
+def test_containers_that_are_never_called_are_units_by_their_children() -> None:
+    model = _in_dict({})
+    model.rows = nn.ModuleList(nn.ModuleList([nn.Linear(4, 4), nn.ReLU()]) for _ in range(2))
+    assert _titles(fully_shard(model)) == ["rows.0.0", "rows.1.0"]
+    lists = ModuleWrapPolicy({nn.ModuleList})
+    model = _in_dict({})
+    model.row = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 2)])
+    assert _titles(fully_shard(model, auto_wrap_policy=lists)) == ["row.0+row.1"]
 
 
-def test_what_a_descendants_call_ignored_stays_ignored_in_its_ancestors() -> None:
-    model = Transformer()
-    kept = _weight(_block(model, 0).up)
-    fully_shard(model.blocks[0], ignored_params={kept})
-    fully_shard(model)
-    assert _block(model, 0).up.weight is kept
-    assert not isinstance(kept, DTensor)
-
-
-def test_a_parameter_tied_across_two_calls_is_stored_once() -> None:
-    """Tied before the first call, and tied between the two calls to what was sharded by then."""
-    for late in (False, True):
-        model = Transformer(tied=not late)
-        fully_shard(model.embed)
-        if late:
-            model.head.weight = model.embed.weight
-        fully_shard(model)
-        assert model.head.weight is model.embed.weight
-        assert isinstance(model.head.weight, DTensor)
-        assert sum("weight" in n and ("embed" in n or "head" in n) for ns in _layout(model).values() for n in ns) == 1
-
-
-def test_a_module_without_parameters_makes_no_unit() -> None:
-    model = nn.Sequential(nn.ReLU(), nn.Flatten())
-    assert fully_shard(model) is model
-    assert units(model) == []
-    assert model(torch.ones(2, 3)).shape == (2, 3)
-
-
-def test_dtensors_over_the_ranks_of_the_call_are_refused_unless_ignored() -> None:
-    model = Small()
-    (mesh,) = {unit.policy.mesh for unit in units(fully_shard(Small()))}
-    foreign = nn.Parameter(DTensor.from_local(torch.zeros(1, 6), mesh, run_check=False))
-    model.up.weight = foreign
-    with pytest.raises(ConfigError) as caught:
-        fully_shard(model)
-    assert "not different dimensions of one mesh" in str(caught.value)
-    assert "up.weight" in str(caught.value)
-    fully_shard(model, ignored_params={foreign})
-    assert model.up.weight is foreign
+def test_a_module_without_parameters_has_no_parameter_groups() -> None:
+    assert _layout(fully_shard(nn.Sequential(nn.ReLU(), nn.Flatten()))) == {}

@@ -1,4 +1,4 @@
-"""What is refused with lines to write instead trains on when these lines are written."""
+"""Models of DDP and FSDP1 train on here from where they stopped."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import fsdp_compile
-from fsdp_compile import ConfigError, fully_shard, units
+from fsdp_compile import ConfigError, fully_shard
 from tests import long
 from tests.beside import close, compile_eagerly
 from tests.models.kinds import WIDTH, Block, Stack
@@ -31,24 +31,6 @@ Call = Callable[[torch.Tensor], torch.Tensor]
 def _stack() -> nn.Module:
     torch.manual_seed(0)
     return Stack()
-
-
-CALLS: dict[str, Callable[[nn.Module], object]] = {
-    "fully_shard": fully_shard,
-    "compile": lambda wrapped: compile_eagerly(wrapped)(torch.ones(2, WIDTH)),
-}
-
-
-def _refusal(wrapped: nn.Module, how: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        CALLS[how](wrapped)
-    return str(caught.value)
-
-
-def _lines(message: str) -> list[str]:
-    """The lines of Python in an error's advice."""
-    _, _, advice = message.partition("instead:")
-    return [line.strip() for line in advice.splitlines() if line.startswith("    ") and not line[4:].startswith("and ")]
 
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -75,25 +57,23 @@ def _trained_by_ddp(steps: int) -> tuple[DistributedDataParallel, torch.optim.Op
     return wrapped, optimizer
 
 
-def _out_of_ddp(how: str) -> None:
+def _out_of_ddp() -> None:
     expected, _ = _trained_by_ddp(4)
     wrapped, optimizer = _trained_by_ddp(2)
-    names: dict[str, Any] = {"wrapped": wrapped, "torch": torch}
-    lines = _lines(_refusal(wrapped, how))
-    assert len(lines) == 3
+    with pytest.raises(ConfigError, match="DistributedDataParallel averages gradients by itself"):
+        compile_eagerly(wrapped)(torch.ones(2, WIDTH))
+    model = wrapped.module
     del wrapped
-    exec("\n".join(lines).replace("backend='fsdp'", "backend='fsdp', options={'lower': 'eager'}"), names)
+    compiled = compile_eagerly(model)
     for number in range(2, 4):
-        _step(names["compiled"], optimizer, number)
-    mine = _full(names["model"])
+        _step(compiled, optimizer, number)
+    mine = _full(model)
     for name, parameter in expected.module.named_parameters():
         close(mine[name], parameter, name)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("how", CALLS)
-def test_ddps_lines_go_on_where_it_stopped(how: str) -> None:
-    run_ranks(_out_of_ddp, how)
+def test_ddps_module_goes_on_where_it_stopped() -> None:
+    run_ranks(_out_of_ddp)
 
 
 FSDP1: dict[str, dict[str, Any]] = {
@@ -115,21 +95,14 @@ def _trained_by_fsdp1(settings: dict[str, Any], steps: int) -> tuple[FullySharde
     return wrapped, optimizer
 
 
-def _out_of_fsdp1(case: str) -> dict[str, torch.dtype | None]:
+def _out_of_fsdp1(case: str) -> set[str]:
     settings = FSDP1[case]
     wrapped, optimizer = _trained_by_fsdp1(settings, 2)
     model = _stack()
-    names: dict[str, Any] = {
-        "wrapped": wrapped,
-        "model": model,
-        "torch": torch,
-        "fsdp_compile": fsdp_compile,
-        "Block": Block,
-        "LayerNorm": nn.LayerNorm,
-    }
-    lines = _lines(_refusal(wrapped, "fully_shard"))
-    assert len(lines) == 4
-    exec("\n".join(lines), names)
+    with FullyShardedDataParallel.summon_full_params(wrapped):
+        model.load_state_dict({n.replace("_fsdp_wrapped_module.", ""): p for n, p in wrapped.named_parameters()})
+    renamed = {"mp_policy" if name == "mixed_precision" else name: value for name, value in settings.items()}
+    fully_shard(model, **renamed)
     # As docs/migrate.md has it.
     state = get_optimizer_state_dict(wrapped, optimizer, options=StateDictOptions(full_state_dict=True))
     mine = _adamw(model)
@@ -147,19 +120,18 @@ def _out_of_fsdp1(case: str) -> dict[str, torch.dtype | None]:
                 torch.testing.assert_close(values[plain], parameter.detach(), rtol=1e-2, atol=2e-3)
             else:
                 close(values[plain], parameter, plain)
-    return {unit.name: unit.policy.mixed_precision.param_dtype for unit in units(model)}
+    return {name for name, module in model.named_modules() if isinstance(module, FSDPModule)}
 
 
 UNITS = {
     "units": {"", "blocks.0", "blocks.1"},
     # FSDP1 makes units of what mixed precision excludes.
     "bf16": {"", "blocks.0", "blocks.0.norm", "blocks.1", "blocks.1.norm"},
-    "whole": {"blocks.0", "blocks.1", "head"},  # no policy: the automatic split
+    "whole": {"", "blocks.0", "blocks.1", "head"},  # no policy: the automatic split
 }
 
 
 @long.parametrize("case", FSDP1, always=["bf16"])
-def test_fsdp1s_lines_have_its_units_policies_and_state(case: str) -> None:
-    dtype = torch.bfloat16 if case == "bf16" else None
+def test_fsdp1s_arguments_have_its_units_policies_and_state(case: str) -> None:
     for found in run_ranks(_out_of_fsdp1, case):
-        assert found == dict.fromkeys(UNITS[case], dtype)
+        assert found == UNITS[case]

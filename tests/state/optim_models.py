@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile import flat_step, full_tensors, fully_shard, step_in_backward, whole_step
 from tests.beside import compile_eagerly
+from tests.fsdp2.models import mesh_of
 from tests.models.outlines import MixedKinds
-from tests.sharding.test_sync_states import mesh_of
 
 OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
     "AdamW": lambda groups: optim.AdamW(groups, lr=0.05, amsgrad=True),
@@ -51,7 +51,7 @@ def optimizer_of(model: Any, name: str) -> optim.Optimizer:
     known = {id(p) for p in first}
     others = [p for p in model.parameters() if id(p) not in known]
     plain = OPTIMIZERS[name]
-    if not isinstance(model.scale, DTensor):  # the same numbers without us
+    if not any(isinstance(p, DTensor) for p in model.parameters()):  # the same numbers without us
         plain = lambda groups: type(OPTIMIZERS[name](groups))(groups, **_settings(name))  # noqa: E731
     return plain([{"params": first, "lr": 0.01}, {"params": others}])
 

@@ -6,7 +6,6 @@ import contextlib
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,17 +15,14 @@ from torch.distributed.checkpoint import state_dict
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.fsdp import (
     CPUOffload,
-    FullyShardedDataParallel,
     MixedPrecision,
     OptimStateKeyType,
     ShardingStrategy,
-    StateDictType,
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import (
-    ConfigError,
     full_params,
     fully_shard,
     materialize,
@@ -188,12 +184,12 @@ def _check_arguments_of_fsdp1() -> None:
         sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
         ignored_params=[ignored],
         mp_policy=MixedPrecision(param_dtype=torch.bfloat16),
-        offload_policy=CPUOffload(offload_params=True),
+        offload_policy=CPUOffload(offload_params=False),
         param_init_fn=_reset,
         sync_module_states=True,
         device_id=torch.device("cpu"),
     )
-    assert len(units(model)) == 2
+    assert [unit.title for unit in units(model) if unit.groups] == ["0", "2"]
     assert not isinstance(ignored, DTensor)
     torch.testing.assert_close(model.get_parameter("0.weight").full_tensor(), _model().get_parameter("0.weight"))  # type: ignore[attr-defined]
     assert model(_batch()).dtype is torch.bfloat16
@@ -201,65 +197,6 @@ def _check_arguments_of_fsdp1() -> None:
 
 def test_arguments_of_fsdp1() -> None:
     run_ranks(_check_arguments_of_fsdp1)
-
-
-def _old_lines(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tuple[str, Callable[[], Any]]]:
-    """Lines of FSDP1 by name, with what is written in their place."""
-    fsdp, full = FullyShardedDataParallel, StateDictType.FULL_STATE_DICT
-
-    def state_dict_type() -> None:
-        with fsdp.state_dict_type(model, full):
-            model.state_dict()
-
-    def summon_full_params() -> None:
-        with fsdp.summon_full_params(model):
-            pass
-
-    return {
-        "state_dict_type": ("get_model_state_dict", state_dict_type),
-        "set_state_dict_type": ("get_model_state_dict", lambda: fsdp.set_state_dict_type(model, full)),
-        "get_state_dict_type": ("get_model_state_dict", lambda: fsdp.get_state_dict_type(model)),
-        "summon_full_params": ("fsdp_compile.full_params", summon_full_params),
-        "optim_state_dict": ("fsdp_compile.optim_state_dict", lambda: fsdp.optim_state_dict(model, optimizer)),
-        "optim_state_dict_to_load": (
-            "fsdp_compile.optim_state_dict_to_load",
-            lambda: fsdp.optim_state_dict_to_load(model, optimizer, {}),
-        ),
-        "full_optim_state_dict": (
-            "fsdp_compile.full_optim_state_dict",
-            lambda: fsdp.full_optim_state_dict(model, optimizer),
-        ),
-        "scatter_full_optim_state_dict": (
-            "fsdp_compile.scatter_full_optim_state_dict",
-            lambda: fsdp.scatter_full_optim_state_dict({}, model),
-        ),
-    }
-
-
-def _check_old_lines() -> None:
-    model = fully_shard(_model())
-    optimizer = _adamw(model)
-    _train(model, optimizer)
-    for outer in (model, nn.Sequential(model)):
-        for name, (instead, call) in _old_lines(outer, optimizer).items():
-            with pytest.raises(ConfigError, match=rf"{name}\(\)(.|\n)*{instead}"):
-                call()
-            assert name in PAGE.read_text()
-    with pytest.raises(AttributeError):
-        model.clip_grad_norm_(1.0)  # type: ignore[operator]
-    plain = _model()
-    with pytest.warns(FutureWarning):  # torch's own
-        FullyShardedDataParallel.set_state_dict_type(plain, StateDictType.FULL_STATE_DICT)
-    wrapped = FullyShardedDataParallel(_model(), device_id=torch.device("cpu"), use_orig_params=True)
-    with (
-        pytest.warns(FutureWarning),
-        FullyShardedDataParallel.state_dict_type(wrapped, StateDictType.FULL_STATE_DICT),
-    ):
-        assert not any(isinstance(value, DTensor) for value in wrapped.state_dict().values())
-
-
-def test_fsdp1s_static_methods_refuse_a_sharded_module_with_the_line_to_write() -> None:
-    run_ranks(_check_old_lines)
 
 
 def _check_fsdp2() -> None:
@@ -272,9 +209,9 @@ def _check_fsdp2() -> None:
     materialize(model, param_init_fn=_reset)
     _assert_equal(model, reference)
     model.unshard()  # type: ignore[operator]
-    weight = model.get_parameter("0.weight")
-    assert isinstance(weight, DTensor)
+    assert not isinstance(model.get_parameter("2.weight"), DTensor)
     model.reshard()  # type: ignore[operator]
+    assert isinstance(model.get_parameter("2.weight"), DTensor)
     with full_params(model):
         assert torch.equal(model.get_parameter("0.weight"), reference.get_parameter("0.weight"))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -17,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from fsdp_compile import ConfigError, full_tensors, optim_state_dict
+from fsdp_compile import full_tensors, optim_state_dict
 from tests.beside import compile_eagerly
 from tests.ranks import run_ranks
 from tests.state.optim_models import assert_same, kinds, optimizer_of, sharded, train, whole
@@ -52,7 +51,8 @@ def _check_names() -> None:
     names = [list(optim_state_dict(each, optimizer)["state"]) for each in (model, compiled)]
     assert names[0] == names[1]
     assert set(names[0]) < {name for name, _ in plain.named_parameters()}
-    assert list(get_optimizer_state_dict(compiled, optimizer)["state"]) == names[0]
+    # DCP's are in the optimizer's order.
+    assert set(get_optimizer_state_dict(compiled, optimizer)["state"]) == set(names[0])
     set_model_state_dict(compiled, plain.state_dict(), options=StateDictOptions(full_state_dict=True))
     assert_same(_values(compiled), plain.state_dict())
 
@@ -71,7 +71,7 @@ def _check_what_is_saved() -> None:
         assert mode.get_total_counts() == 0
         parameters = dict(nn.Module.named_parameters(model, remove_duplicate=False))
         for name, value in state.items():
-            assert isinstance(value, DTensor) == (name in parameters and name != "ignored"), name
+            assert isinstance(value, DTensor) == (name in parameters and name not in ("ignored", "scale")), name
             assert torch.equal(whole(value), expected[name]), name
         model.unshard()
     # What is gathered meanwhile is not what the next forward reads.
@@ -87,32 +87,3 @@ def _check_what_is_saved() -> None:
 
 def test_shards_are_saved_and_loaded_without_communication_whatever_is_gathered() -> None:
     run_ranks(_check_what_is_saved)
-
-
-def _check_strictness() -> None:
-    model = sharded()
-    before = _values(model)
-    state = model.state_dict()
-    wrong = _raised(state)
-    wrong["first.bias"] = torch.ones(3)
-    wrong["second.weight"] = torch.ones(6, 6)
-    for assign in (False, True):
-        for strict in (False, True):
-            with pytest.raises(ConfigError) as caught:
-                model.load_state_dict(wrong, strict=strict, assign=assign)
-            assert "first.bias has shape (3,), and (7,) in the model" in str(caught.value)
-            assert "second.weight has shape (6, 6), and (6, 7) in the model" in str(caught.value)
-            assert_same(_values(model), before)
-    some = {name: value for name, value in _raised(state).items() if name in ("second.bias", "norm.running_mean")}
-    with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict: (.|\n)*\"scale\""):
-        model.load_state_dict({name: value for name, value in state.items() if name != "scale"})
-    keys = model.load_state_dict({**some, "tail": torch.ones(1)}, strict=False)
-    assert keys.unexpected_keys == ["tail"]
-    # torch adds this one to state dicts of before it existed.
-    assert set(keys.missing_keys) == set(state) - set(some) - {"norm.num_batches_tracked"}
-    for name, value in _values(model).items():
-        assert torch.equal(value, before[name] + (name in some)), name
-
-
-def test_wrong_shapes_are_refused_by_name_before_anything_is_changed() -> None:
-    run_ranks(_check_strictness)

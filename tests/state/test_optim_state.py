@@ -5,48 +5,36 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn, optim
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     LocalOptimStateDictConfig,
     OptimStateDictConfig,
     OptimStateKeyType,
     ShardedOptimStateDictConfig,
+    fully_shard,
 )
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from fsdp_compile import (
-    ConfigError,
-    RankMismatchError,
-    full_params,
-    fully_shard,
-    optim_state_dict,
-    optim_state_dict_to_load,
-    rekey_optim_state_dict,
-    units,
-)
+from fsdp_compile.errors import ConfigError, RankMismatchError
+from fsdp_compile.optim.flat_step import flat_step
+from fsdp_compile.optim.whole_step import whole_step
+from fsdp_compile.state import fsdp1_optim_state
+from fsdp_compile.state.fsdp1_optim_state import rekey_optim_state_dict
+from fsdp_compile.state.optim_state import optim_state_dict, optim_state_dict_to_load
 from tests import long
-from tests.beside import compile_eagerly
+from tests.fsdp2.models import assert_same, batch, local, made, sharded, train, whole
 from tests.ranks import run_ranks
-from tests.state.optim_models import (
-    OPTIMIZERS,
-    all_values,
-    assert_same,
-    kinds,
-    optimizer_of,
-    sharded,
-    train,
-    whole,
-)
-from tests.state.test_full_tensors import _Alive, _messages_of
 
+NAMES, NUMBERS = OptimStateKeyType.PARAM_NAME, OptimStateKeyType.PARAM_ID
 RANK_0 = FullOptimStateDictConfig(rank0_only=True)
 CONFIGS: dict[str, OptimStateDictConfig | None] = {
     "by default": None,
@@ -55,265 +43,198 @@ CONFIGS: dict[str, OptimStateDictConfig | None] = {
     "sharded": ShardedOptimStateDictConfig(offload_to_cpu=False),
     "sharded, on the host": ShardedOptimStateDictConfig(),
 }
-WITHOUT_STATE = {"frozen", "unread"}
+OPTIMIZERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "AdamW": (lambda groups: optim.AdamW(groups, lr=0.05, amsgrad=True), lambda optimizer: optimizer),
+    "flat AdamW": (lambda groups: optim.AdamW(groups, lr=0.05), flat_step),
+    "whole Adafactor": (lambda groups: optim.Adafactor(groups, lr=0.05), whole_step),
+}
+"""How to make each, and what to make of it where the model is sharded."""
 
 
-def _trained(name: str, mesh: tuple[int, ...] = (2,)) -> tuple[Any, optim.Optimizer]:
-    model = sharded(mesh=mesh)
-    optimizer = optimizer_of(model, name)
+def _optimizer_of(model: Any, name: str = "AdamW") -> optim.Optimizer:
+    """Two groups with settings of their own, in another order than the model's, and on each rank."""
+    first = [model.blocks[1].up.weight, model.frozen, *model.blocks[0].parameters()]
+    known = {id(p) for p in first}
+    others = [p for p in model.parameters() if id(p) not in known and p is not model.scale]
+    if dist.is_initialized() and dist.get_rank() == 1:
+        first, others = first[::-1], others[::-1]
+    make, change = OPTIMIZERS[name]
+    optimizer = make([{"params": first, "lr": 0.01}, {"params": others}])
+    return change(optimizer) if isinstance(model.frozen, DTensor) else optimizer
+
+
+def _trained(name: str = "AdamW", shape: tuple[int, ...] = (2,)) -> tuple[Any, optim.Optimizer]:
+    model = sharded(shape=shape)
+    optimizer = _optimizer_of(model, name)
     train(model, optimizer)
     return model, optimizer
 
 
-def _tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    found = {f"{key} of {name}": value for name, held in state["state"].items() for key, value in held.items()}
-    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+def _states(model: Any, optimizer: optim.Optimizer) -> dict[str, Any]:
+    """The state of each parameter, full, by name."""
+    names = {p: name for name, p in model.state_dict(keep_vars=True).items() if not name.startswith("last.weight")}
+    held = sorted((names[p], state) for p, state in optimizer.state.items())
+    return {name: {key: copy.deepcopy(whole(state[key])) for key in sorted(state)} for name, state in held}
+
+
+def _settings(state: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{**group, "params": sorted(group["params"])} for group in state["param_groups"]]
 
 
 def _assert_is_of_one_process(state: dict[str, Any], name: str) -> None:
     """Keys, shapes, dtypes and groups of a full state dict are those of one process; so are values, up to sums."""
-    reference = kinds()
-    optimizer = optimizer_of(reference, name)
+    reference = made()
+    optimizer = _optimizer_of(reference, name)
     train(reference, optimizer)
-    expected = rekey_optim_state_dict(optimizer.state_dict(), OptimStateKeyType.PARAM_NAME, reference, optim=optimizer)
-    assert state["param_groups"] == expected["param_groups"]
+    expected = rekey_optim_state_dict(optimizer.state_dict(), NAMES, reference, optim=optimizer)
+    assert _settings(state) == _settings(expected)
     assert state["state"].keys() == expected["state"].keys()
-    assert set(dict(reference.named_parameters())) - state["state"].keys() == WITHOUT_STATE
-    mine, theirs = _tensors(state), _tensors(expected)
-    assert mine.keys() == theirs.keys()
-    for key, value in theirs.items():
-        assert type(mine[key]) is torch.Tensor, key
-        assert (mine[key].dtype, mine[key].shape) == (value.dtype, value.shape), key
-        # Adafactor's steps are relative, so that a rounding in the bfloat16 layer shows everywhere.
-        bound = 2e-2 if mine[key].dtype is torch.bfloat16 or "Adafactor" in name else 1e-5
-        torch.testing.assert_close(mine[key], value, rtol=bound, atol=bound, msg=key)
-    steps = [value for key, value in mine.items() if key.startswith("step of")]
-    assert all(step.dim() == 0 and step.device.type == "cpu" for step in steps)
+    assert {"frozen", "unread"} == {n for n, _ in reference.named_parameters()} - {"scale"} - state["state"].keys()
+    for key, values in expected["state"].items():
+        for kind, value in values.items():
+            mine = state["state"][key][kind]
+            assert type(mine) is torch.Tensor
+            assert mine.dtype == value.dtype
+            torch.testing.assert_close(mine, value, rtol=1e-4, atol=1e-5, msg=f"{kind} of {key}")
 
 
-def _check_round_trip(name: str) -> None:
-    model, optimizer = _trained(name)
-    expected = all_values(model, optimizer)
+def _check_round_trip(name: str, shape: tuple[int, ...]) -> None:
+    """Ranks list parameters in other orders."""
+    model, optimizer = _trained(name, shape)
+    expected = _states(model, optimizer)
     saved = {kind: optim_state_dict(model, optimizer, config=config) for kind, config in CONFIGS.items()}
     for kind in ("by default", "full"):
         _assert_is_of_one_process(saved[kind], name)
     assert bool(saved["of rank 0"]) == (dist.get_rank() == 0)
     for kind in ("sharded", "sharded, on the host"):
         assert saved[kind]["param_groups"] == saved["full"]["param_groups"]
-        for key, value in _tensors(saved[kind]).items():
-            of_shard = isinstance(value, DTensor)
-            assert of_shard == (
-                key.partition(" of ")[2] != "ignored" and _has_shape_of_its_parameter(model, key, value)
-            )
-    assert_same(all_values(model, optimizer), expected)
+        for key, values in saved[kind]["state"].items():
+            for what, value in values.items():
+                is_of_shape = isinstance(value, torch.Tensor) and value.shape == model.get_parameter(key).shape
+                assert isinstance(value, DTensor) == (is_of_shape and what != "step"), (key, what)
     train(model, optimizer)  # what was saved is memory of its own
-    goes_on = all_values(model, optimizer)
+    goes_on = _states(model, optimizer)
     for kind, config in CONFIGS.items():
-        resumed = sharded()
-        other = optimizer_of(resumed, name)
-        with torch.no_grad():
-            for parameter, value in zip(resumed.parameters(), model.parameters(), strict=True):
-                parameter.copy_(value)
+        resumed = sharded(1, shape)
+        other = _optimizer_of(resumed, name)
         loaded = optim_state_dict_to_load(resumed, other, saved[kind], config=config)
         assert not other.state, "it is not changed yet"
         other.load_state_dict(loaded)
-        of_optimizer = {key: value for key, value in expected.items() if not key.startswith("model")}
-        found = all_values(resumed, other)
-        assert_same({key: value for key, value in found.items() if not key.startswith("model")}, of_optimizer)
-        _assert_laid_out(resumed, other)
-    resumed = sharded()
-    other = optimizer_of(resumed, name)
+        assert_same(_states(resumed, other), expected)
+        for parameter, state in other.state.items():
+            for value in state.values():
+                if isinstance(value, DTensor):
+                    assert value.placements == parameter.placements  # type: ignore[attr-defined]
+                    assert local(value).shape == local(parameter).shape
+    resumed = sharded(0, shape)
+    other = _optimizer_of(resumed, name)
     train(resumed, other)  # to the same parameters
     optim_state_dict_to_load(resumed, other, saved["of rank 0"], load_directly=True, config=RANK_0)
     train(resumed, other)
-    assert_same(all_values(resumed, other), goes_on)
+    assert_same(_states(resumed, other), goes_on)
 
 
-def _has_shape_of_its_parameter(model: Any, key: str, value: torch.Tensor) -> bool:
-    state, _, name = key.partition(" of ")
-    return state != "step" and value.shape == model.get_parameter(name).shape
+@long.parametrize(
+    ("name", "shape"),
+    [("AdamW", (2,)), ("flat AdamW", (2,)), ("whole Adafactor", (1,)), ("AdamW", (2, 2)), ("AdamW", (3,))],
+    always=[("AdamW", (2,)), ("whole Adafactor", (1,))],
+)
+def test_state_of_every_kind_comes_back_bit_for_bit(name: str, shape: tuple[int, ...]) -> None:
+    run_ranks(_check_round_trip, name, shape, world_size=torch.Size(shape).numel())
 
 
-def _assert_laid_out(model: Any, optimizer: optim.Optimizer) -> None:
-    for parameter, state in optimizer.state.items():
-        for key, value in state.items():
-            is_sharded = isinstance(parameter, DTensor) and key != "step" and value.shape == parameter.shape
-            assert isinstance(value, DTensor) == is_sharded, key
-            if isinstance(value, DTensor):
-                assert value.placements == parameter.placements  # type: ignore[attr-defined]
-                assert value.to_local().shape == parameter.to_local().shape  # type: ignore[attr-defined]
+def _save(name: str) -> dict[str, Any]:
+    return optim_state_dict(*_trained(name))
 
 
-@pytest.mark.core
-@long.parametrize("name", OPTIMIZERS, always=["AdamW"])
-def test_state_of_every_kind_comes_back_bit_for_bit(name: str) -> None:
-    run_ranks(_check_round_trip, name)
-
-
-def _save(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    model, optimizer = _trained(name)
-    return optim_state_dict(model, optimizer), all_values(model, optimizer)
-
-
-def _load(name: str, mesh: tuple[int, ...], saved: tuple[dict[str, Any], dict[str, Any]]) -> None:
-    model = sharded(mesh=mesh)
-    state, expected = saved
+def _load(name: str, shape: tuple[int, ...], saved: dict[str, Any]) -> None:
+    model = sharded(shape=shape)
     for config in (None, RANK_0):
-        optimizer = optimizer_of(model, name)
-        given = state if config is None or dist.get_rank() == 0 else {}
+        optimizer = _optimizer_of(model, name)
+        given = saved if config is None or dist.get_rank() == 0 else {}
         optim_state_dict_to_load(model, optimizer, given, load_directly=True, config=config)
-        found = all_values(model, optimizer)
-        assert_same(
-            {key: value for key, value in found.items() if not key.startswith("model")},
-            {key: value for key, value in expected.items() if not key.startswith("model")},
-        )
         again = optim_state_dict(model, optimizer, config=config)
         if given:
-            assert_same(_tensors(again), _tensors(state))
+            assert_same(again["state"], saved["state"])
         else:
             assert not again
 
 
-@long.parametrize("name", ["flat AdamW", "whole Adafactor"], always=["flat AdamW"])
-@long.parametrize("mesh", [(1,), (3,), (2, 2)], always=[(3,)])
-def test_full_state_is_loaded_by_any_number_of_ranks(name: str, mesh: tuple[int, ...]) -> None:
-    saved = run_ranks(_save, name)[0]
-    run_ranks(_load, name, mesh, saved, world_size=torch.Size(mesh).numel())
+@long.parametrize("shape", [(1,), (3,), (2, 2)], always=[(3,)])
+def test_full_state_is_loaded_by_any_number_of_ranks(shape: tuple[int, ...]) -> None:
+    saved = run_ranks(_save, "flat AdamW")[0]
+    run_ranks(_load, "flat AdamW", shape, saved, world_size=torch.Size(shape).numel())
 
 
-def _check_through_dcp(folder: Path) -> None:
-    model, optimizer = _trained("AdamW")
+def _check_with_torch(folder: Path) -> None:
+    """Of torch's functions, which need the same order of parameters on all ranks, and through DCP."""
+    model = sharded()
+    parameters = [p for p in model.parameters() if p is not model.scale]
+    optimizer = optim.AdamW(parameters, lr=0.05)
+    train(model, optimizer)
     state = optim_state_dict(model, optimizer, config=ShardedOptimStateDictConfig())
     dcp.save({"optimizer": state}, checkpoint_id=folder)
-    other = optimizer_of(model, "AdamW")
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    model.unread.grad = None
-    other.step()
-    into = {"optimizer": optim_state_dict(model, other, config=ShardedOptimStateDictConfig())}
+    other = optim.AdamW(parameters)
+    into = {"optimizer": copy.deepcopy(state)}
+    for values in into["optimizer"]["state"].values():
+        for value in values.values():
+            local(value).zero_()
     dcp.load(into, checkpoint_id=folder)
     optim_state_dict_to_load(model, other, into["optimizer"], load_directly=True)
-    mine, theirs = all_values(model, other), all_values(model, optimizer)
-    assert_same(mine, theirs)
+    assert_same(_states(model, other), _states(model, optimizer))
+    options = StateDictOptions(full_state_dict=True, strict=False)
+    third = optim.AdamW(parameters)
+    set_optimizer_state_dict(model, third, optim_state_dict(model, optimizer), options=options)
+    found = _states(model, third)
+    expected = _states(model, optimizer)
+    assert_same({name: found[name] for name in expected}, expected)
+    of_torch = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=False))
+    fourth = optim.AdamW(parameters)
+    optim_state_dict_to_load(model, fourth, of_torch, load_directly=True)
+    assert_same(_states(model, fourth), expected)
 
 
-@pytest.mark.long
-def test_sharded_state_goes_through_distributed_checkpoints(tmp_path: Path) -> None:
-    run_ranks(_check_through_dcp, tmp_path)
-
-
-def _check_memory(message: int) -> dict[str, int]:
-    """Peaks of memory while state of four layers is saved to rank 0 and loaded from it."""
-    model = fully_shard(nn.Sequential(*(nn.Linear(255, 257, bias=False) for _ in range(4))))
-    optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    peaks = {}
-    with _messages_of(message):
-        with _Alive() as alive:
-            state = optim_state_dict(model, optimizer, config=RANK_0)
-        peaks["saved"] = alive.peak
-        with _Alive() as alive:
-            loaded = optim_state_dict_to_load(model, optimizer, state, config=RANK_0)
-        peaks["loaded"] = alive.peak
-    assert len(loaded["state"]) == 4
-    return peaks
-
-
-def test_other_ranks_hold_their_parts_alone() -> None:
-    one, message = 255 * 257 * 4, 9000
-    first, *others = run_ranks(_check_memory, message, world_size=3)
-    assert 4 * one < first["saved"] < 4 * one + 6 * message
-    assert first["loaded"] < 4 * one / 3 + 3.5 * one, "its parts, and one value in rows"
-    for peaks in others:
-        assert peaks["saved"] < 6 * message
-        assert peaks["loaded"] < 4 * one / 3 + one, "its parts, and one value's rows"
+def test_torchs_own_state_dicts_and_checkpoints_load_and_are_loaded(tmp_path: Path) -> None:
+    run_ranks(_check_with_torch, tmp_path)
 
 
 def _check_collectives() -> None:
-    model, optimizer = _trained("AdamW")
+    model, optimizer = _trained()
     full = optim_state_dict(model, optimizer)
     with CommDebugMode() as mode:
         optim_state_dict_to_load(model, optimizer, full, load_directly=True)
-        model.state_dict()
-        optimizer.state_dict()
     assert mode.get_total_counts() == 0
-    with CommDebugMode() as mode:
-        optim_state_dict_to_load(model, optimizer, full, config=RANK_0)
-    counts = {str(key): count for key, count in mode.get_comm_counts().items()}
-    of_shards = sum(isinstance(v, DTensor) and v.dim() > 0 for s in optimizer.state.values() for v in s.values())
-    assert sum(count for key, count in counts.items() if "scatter" in key) >= of_shards, counts
-    assert not any("all_gather" in key for key in counts), counts
 
 
 def test_full_state_on_all_ranks_is_cut_without_communication() -> None:
     run_ranks(_check_collectives)
 
 
-def _other_groups(model: Any) -> optim.Optimizer:
-    """The groups of `optimizer_of` the other way round, and the parameters in them, too."""
-    first: list[Any] = [model.scale, model.frozen, *model.norm.parameters()]
-    known = {id(p) for p in first}
-    others = [p for p in model.parameters() if id(p) not in known]
-    return optim.AdamW([{"params": others[::-1]}, {"params": first[::-1]}], lr=1.0, amsgrad=True)
-
-
-def _check_named_groups() -> None:
-    """Groups of torch's `named_parameters()` keep the names of their own parameters."""
-    model = sharded()
-    every = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    optimizer = optim.AdamW(every, lr=0.1)
-    train(model, optimizer)
-    state = optim_state_dict(model, optimizer)
-    for groups in ([every[::-1]], [every[2:]], [every[:2], every[2:]]):
-        other = optim.AdamW([{"params": group, "lr": 0.2} for group in groups])
-        optim_state_dict_to_load(model, other, state, load_directly=True)
-        assert [group["param_names"] for group in other.param_groups] == [[n for n, _ in group] for group in groups]
-        assert {group["lr"] for group in other.param_groups} == {0.1}
-    again = optim.AdamW(every, lr=0.2)
-    optim_state_dict_to_load(model, again, optim_state_dict(model, other), load_directly=True)
-    assert again.param_groups[0]["param_names"] == [name for name, _ in every]
-
-
-def test_names_in_groups_are_no_settings() -> None:
-    run_ranks(_check_named_groups)
-
-
 def _check_groups() -> None:
-    model, optimizer = _trained("AdamW")
+    model, optimizer = _trained()
     schedule = optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     schedule.step()
     state = optim_state_dict(model, optimizer)
-    other = _other_groups(model)
-    resumed = optim.lr_scheduler.StepLR(other, 1, 0.5)
+    groups = [list(group["params"]) for group in optimizer.param_groups]
+    other = optim.AdamW([{"params": groups[1][::-1]}, {"params": groups[0]}], lr=1.0, amsgrad=True)
     optim_state_dict_to_load(model, other, state, load_directly=True)
     assert [group["lr"] for group in other.param_groups] == [0.025, 0.005]
     assert [group["initial_lr"] for group in other.param_groups] == [0.05, 0.01]
-    for parameter, held in optimizer.state.items():
-        assert_same(other.state[parameter], held)
-    resumed.load_state_dict(schedule.state_dict())
-    for each in (schedule, resumed):
-        each.step()
-    assert [group["lr"] for group in other.param_groups] == [group["lr"] for group in optimizer.param_groups][::-1]
-
-    one_group = optim.AdamW(model.parameters(), lr=1.0)
+    assert_same(_states(model, other), _states(model, optimizer))
+    every = [p for p in model.parameters() if p is not model.scale]
     with pytest.raises(ConfigError, match=r"group 0 were saved in several groups, whose settings differ"):
-        optim_state_dict_to_load(model, one_group, state)
-    alike = copy.deepcopy(state)
-    for group, rate in zip(alike["param_groups"], (0.01, 0.010004), strict=True):
-        group["lr"] = group["initial_lr"] = torch.tensor(rate)  # which print the same
-    one_group.param_groups[0]["initial_lr"] = 1.0
-    with pytest.raises(ConfigError, match=r"group 0 were saved in several groups, whose settings differ"):
-        optim_state_dict_to_load(model, one_group, alike)
+        optim_state_dict_to_load(model, optim.AdamW(every), state)
     part = optim.AdamW([model.first.weight], lr=1.0)
     optim_state_dict_to_load(model, part, state, load_directly=True)
     assert part.param_groups[0]["lr"] == 0.025
     assert list(part.state) == [model.first.weight]
-    with_new = optim.AdamW([{"params": [model.unread], "lr": 7.0}, {"params": [model.scale]}])  # type: ignore[arg-type]
-    without = {"state": {"scale": state["state"]["scale"]}, "param_groups": [state["param_groups"][0]]}
-    optim_state_dict_to_load(model, with_new, without, load_directly=True)
-    assert [group["lr"] for group in with_new.param_groups] == [7.0, 0.005]
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    with_names = optim.AdamW(named, lr=0.1)
+    train(model, with_names)
+    backwards = optim.AdamW([{"params": named[::-1], "lr": 0.2}])
+    optim_state_dict_to_load(model, backwards, optim_state_dict(model, with_names), load_directly=True)
+    assert backwards.param_groups[0]["param_names"] == [name for name, _ in named[::-1]]
+    assert backwards.param_groups[0]["lr"] == 0.1
 
 
 def test_groups_are_matched_by_their_parameters() -> None:
@@ -321,211 +242,222 @@ def test_groups_are_matched_by_their_parameters() -> None:
 
 
 def _check_odd_entries() -> None:
-    model, optimizer = _trained("AdamW")
+    model, optimizer = _trained()
+    bias = model.last.bias
     optimizer.state["mine"] = {"seen": torch.arange(3), "note": "kept"}  # type: ignore[index]
-    optimizer.state[model.scale]["shampoo"] = {
-        "factors": [torch.ones(2, 2), None],
-        "like": model.scale.detach().clone(),
-    }
+    optimizer.state[bias]["shampoo"] = {"factors": [torch.ones(2, 2), None]}
     state = optim_state_dict(model, optimizer)
-    assert type(state["state"]["scale"]["shampoo"]["like"]) is torch.Tensor
-    assert "tied.weight" not in state["state"]
-    del state["state"]["second.bias"]
+    assert "last.weight" not in state["state"], "a tied parameter has its first name"
+    del state["state"]["blocks.0.up.bias"]
     renamed = copy.deepcopy(state)
-    renamed["state"]["tied.weight"] = renamed["state"].pop("first.weight")
+    renamed["state"]["last.weight"] = renamed["state"].pop("first.weight")
     for config in (None, RANK_0):
         for given in (state, renamed):
-            other = optimizer_of(model, "AdamW")
+            other = _optimizer_of(model)
             optim_state_dict_to_load(model, other, given, load_directly=True, config=config)
             mine: Any = other.state["mine"]  # type: ignore[index]
             assert torch.equal(mine["seen"], torch.arange(3))
             assert mine["note"] == "kept"
-            held = other.state[model.scale]["shampoo"]
-            assert torch.equal(held["factors"][0], torch.ones(2, 2))
-            assert isinstance(held["like"], torch.Tensor)
-            assert model.second.bias not in other.state
+            assert torch.equal(other.state[bias]["shampoo"]["factors"][0], torch.ones(2, 2))
+            assert model.blocks[0].up.bias not in other.state
             assert_same(other.state[model.first.weight], optimizer.state[model.first.weight])
-    for each in (state, {"state": state["state"]}):
-        for config in (None, RANK_0):
-            loaded = optim_state_dict_to_load(model, optimizer, each, config=config)
-            assert ("param_groups" in loaded) == ("param_groups" in each)
+    for config in (None, RANK_0):
+        loaded = optim_state_dict_to_load(model, optimizer, {"state": state["state"]}, config=config)
+        assert "param_groups" not in loaded
     only_state = optim_state_dict(model, optimizer, {"state": optimizer.state_dict()["state"]})
     assert set(only_state) == {"state"}
     by_name = optim_state_dict(model, optimizer, optim_state_dict(model, optimizer, config=CONFIGS["sharded"]))
-    moment = optimizer.state[model.second.weight]["exp_avg"]
-    assert torch.equal(_tensors(by_name)["exp_avg of second.weight"], whole(moment))
+    assert torch.equal(by_name["state"]["last.bias"]["exp_avg"], whole(optimizer.state[bias]["exp_avg"]))
+    replicated = distribute_tensor(whole(optimizer.state[bias]["exp_avg"]), bias.device_mesh, [Replicate()])
+    sharded_state = optim_state_dict(model, optimizer, config=CONFIGS["sharded"])
+    sharded_state["state"]["last.bias"]["exp_avg"] = replicated
+    other = _optimizer_of(model)
+    optim_state_dict_to_load(model, other, sharded_state, load_directly=True)
+    assert other.state[bias]["exp_avg"].placements == bias.placements
+    assert torch.equal(whole(other.state[bias]["exp_avg"]), whole(replicated))
 
 
 def test_missing_tied_nested_and_user_defined_state() -> None:
     run_ranks(_check_odd_entries)
 
 
-class _Case(NamedTuple):
-    """What refused calls are made with: a model, its optimizer, and the state of that one."""
-
-    model: Any
-    optimizer: optim.Optimizer
-    state: dict[str, Any]
+def _with(state: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
+    bias = {**state["state"]["last.bias"], key: value}
+    return {**state, "state": {**state["state"], "last.bias": bias}}
 
 
-Call = Callable[[_Case], Any]
-
-
-def _with(state: dict[str, Any], name: str, key: str, value: Any) -> dict[str, Any]:
-    return {**state, "state": {**state["state"], name: {**state["state"].get(name, {}), key: value}}}
-
-
-REFUSED: dict[str, tuple[str, Call]] = {
-    "numbers": (
-        r"numbers parameters(.|\n)*rekey_optim_state_dict",
-        lambda c: optim_state_dict_to_load(c.model, c.optimizer, c.optimizer.state_dict()),
+Call = Callable[[Any, optim.Optimizer, dict[str, Any]], Any]
+REFUSED: dict[str, Call] = {
+    r"numbers parameters(.|\n)*rekey_optim_state_dict": lambda m, o, _: optim_state_dict_to_load(m, o, o.state_dict()),
+    r"has no 'state'(.|\n)*rank0_only=True": lambda m, o, _: optim_state_dict_to_load(m, o, {}),
+    r"'exp_avg' of last.bias has shape \(3,\), and the parameter \(6,\)": lambda m, o, state: optim_state_dict_to_load(
+        m, o, _with(state, "exp_avg", torch.ones(3))
     ),
-    "no state": (r"has no 'state'(.|\n)*rank0_only=True", lambda c: optim_state_dict_to_load(c.model, c.optimizer, {})),
-    "shape": (
-        r"'exp_avg' of first.bias has shape \(3,\), and the parameter \(7,\)",
-        lambda c: optim_state_dict_to_load(
-            c.model, c.optimizer, _with(c.state, "first.bias", "exp_avg", torch.ones(3))
-        ),
+    r"'exp_avg' of last.bias is on the meta device": lambda m, o, state: optim_state_dict_to_load(
+        m, o, _with(state, "exp_avg", torch.ones(6, device="meta"))
     ),
-    "0-d": (
-        r"'exp_avg' of first.bias has shape \(\), and the parameter",
-        lambda c: optim_state_dict_to_load(
-            c.model, c.optimizer, _with(c.state, "first.bias", "exp_avg", torch.ones(()))
-        ),
+    r"third.weight is not in the model": lambda m, o, state: optim_state_dict_to_load(
+        m, o, {**state, "param_groups": [{"params": ["third.weight"]}]}
     ),
-    "meta": (
-        r"'exp_avg' of first.bias is on the meta device",
-        lambda c: optim_state_dict_to_load(
-            c.model, c.optimizer, _with(c.state, "first.bias", "exp_avg", torch.ones(7, device="meta"))
-        ),
+    r"keys of types \['int', 'str'\]": lambda m, o, _: optim_state_dict_to_load(m, o, {"state": {0: {}, "frozen": {}}}),
+    r"LocalOptimStateDictConfig(.|\n)*to_local\(\)": lambda m, o, _: optim_state_dict(
+        m, o, config=LocalOptimStateDictConfig()
     ),
-    "unknown name": (
-        r"third.weight is not in the model",
-        lambda c: optim_state_dict_to_load(
-            c.model, c.optimizer, {**c.state, "param_groups": [{"params": ["third.weight"]}]}
-        ),
+    r"state of parameter 99": lambda m, o, _: optim_state_dict(m, o, {"state": {99: {}}}),
+    r"group 0 has a parameter of shape \(2, 2\) that the model does not have": lambda m, _, __: optim_state_dict(
+        m, optim.SGD([nn.Parameter(torch.ones(2, 2))])
     ),
-    "both kinds of keys": (
-        r"keys of types \['int', 'str'\]",
-        lambda c: optim_state_dict_to_load(c.model, c.optimizer, {"state": {0: {}, "scale": {}}}),
-    ),
-    "local type": (
-        r"LocalOptimStateDictConfig(.|\n)*to_local\(\)",
-        lambda c: optim_state_dict(c.model, c.optimizer, config=LocalOptimStateDictConfig()),
-    ),
-    "other number": (
-        r"state of parameter 99",
-        lambda c: optim_state_dict(c.model, c.optimizer, {"state": {99: {}}}),
-    ),
-    "other model": (
-        r"group 0 has a parameter of shape \(2, 2\) that the model does not have",
-        lambda c: optim_state_dict(c.model, optim.SGD([nn.Parameter(torch.ones(2, 2))])),
-    ),
-    "plain model": (
-        r"nothing in this model is sharded(.|\n)*fully_shard",
-        lambda c: optim_state_dict(nn.Linear(2, 2), c.optimizer),
-    ),
-    "other group": (
-        r"group has ranks \[0\](.|\n)*no group",
-        lambda c: optim_state_dict(c.model, c.optimizer, group=_alone()),
-    ),
-    "sharded from rank 0": (
-        r"is a DTensor, and the first rank alone has it",
-        lambda c: optim_state_dict_to_load(
-            c.model, c.optimizer, optim_state_dict(c.model, c.optimizer, config=CONFIGS["sharded"]), config=RANK_0
-        ),
+    r"nothing in this model is sharded(.|\n)*fully_shard": lambda _, o, __: optim_state_dict(nn.Linear(2, 2), o),
+    r"is a DTensor, and the first rank alone has it": lambda m, o, _: optim_state_dict_to_load(
+        m, o, optim_state_dict(m, o, config=CONFIGS["sharded"]), config=RANK_0
     ),
 }
 
 
-def _alone() -> Any:
-    class Alone:
-        pass
-
-    group: Any = Alone()
-    return group
-
-
 def _check_refused() -> None:
-    model, optimizer = _trained("AdamW")
+    model, optimizer = _trained()
     state = optim_state_dict(model, optimizer)
-    before = all_values(model, optimizer)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "get_process_group_ranks", lambda _: [0])
-        for message, call in REFUSED.values():
-            with pytest.raises(ConfigError, match=message):
-                call(_Case(model, optimizer, state))
-    wrong = _with(state, "first.bias", "exp_avg", torch.ones(3)) if dist.get_rank() == 0 else {}
-    with pytest.raises(ConfigError, match=r"'exp_avg' of first.bias has shape \(3,\)"):
+    before = _states(model, optimizer)
+    for message, call in REFUSED.items():
+        with pytest.raises(ConfigError, match=message):
+            call(model, optimizer, state)
+    wrong = _with(state, "exp_avg", torch.ones(3)) if dist.get_rank() == 0 else {}
+    with pytest.raises(ConfigError, match=r"'exp_avg' of last.bias has shape \(3,\)"):
         optim_state_dict_to_load(model, optimizer, wrong, config=RANK_0)
     groups = state["param_groups"]
     for not_sent in ([{**groups[0], "schedule": lambda: 1}, *groups[1:]], [{"lr": 0.1}]):
         with pytest.raises(ConfigError, match="the first rank cannot send the state dict"):
             optim_state_dict_to_load(model, optimizer, {**state, "param_groups": not_sent}, config=RANK_0)
-    with full_params(model), pytest.raises(ConfigError, match=r"held in full already"):
+    assert_same(_states(model, optimizer), before)
+    optimizer.state[model.last.bias]["step"] += dist.get_rank()
+    with pytest.raises(RankMismatchError, match=r"different optimizer state: 'step' of last.bias"):
         optim_state_dict(model, optimizer)
-    assert_same(all_values(model, optimizer), before)
-    optimizer.state[model.second.bias]["step"] += dist.get_rank()
-    with pytest.raises(RankMismatchError, match="optimizer state") as caught:
-        optim_state_dict(model, optimizer)
+    optimizer.state[model.last.bias]["step"] -= dist.get_rank()
     if dist.get_rank() == 1:
-        assert "second.bias: step is torch.float32 () 3.0, and on the first rank" in str(caught.value)
-    optimizer.state[model.second.bias]["step"] -= dist.get_rank()
-    if dist.get_rank() == 1:
-        del optimizer.state[model.second.bias]
+        del optimizer.state[model.last.bias]
     with pytest.raises(RankMismatchError):
         optim_state_dict(model, optimizer)
+    model.blocks[0].register_forward_hook(lambda *_: optim_state_dict(model, optimizer))
+    with pytest.raises(ConfigError, match=r"optim_state_dict\(\) in a forward"):
+        model(batch())
 
 
 def test_what_does_not_fit_is_refused_by_name_on_all_ranks_and_nothing_changes() -> None:
-    run_ranks(_check_refused)
+    run_ranks(_check_refused, timeout_s=60)
 
 
-def _check_other_layouts() -> None:
-    model, optimizer = _trained("AdamW")
-    mesh = units(model)[0].policy.mesh
-    weight = model.second.weight
-    whole_value = whole(optimizer.state[weight]["exp_avg"])
-    replicated = distribute_tensor(whole_value, mesh, [Replicate()])
-    optimizer.state[weight]["exp_avg"] = replicated
-    with pytest.raises(ConfigError, match=r"not laid out as its parameter(.|\n)*'exp_avg' of second.weight"):
-        optim_state_dict(model, optimizer)
-    state = optim_state_dict(model, optimizer, config=ShardedOptimStateDictConfig())
-    optim_state_dict_to_load(model, optimizer, state, load_directly=True)
-    assert optimizer.state[weight]["exp_avg"].placements == weight.placements
-    assert torch.equal(whole(optimizer.state[weight]["exp_avg"]), whole_value)
+def _check_older_functions() -> None:
+    model, optimizer = _trained()
+    expected = _states(model, optimizer)
+    is_first = dist.get_rank() == 0
+    with pytest.warns(FutureWarning, match=r"full_optim_state_dict is FSDP1's(.|\n)*optim_state_dict\(model"):
+        of_first = fsdp1_optim_state.full_optim_state_dict(model, optimizer)
+    assert bool(of_first) == is_first
+    with pytest.warns(FutureWarning):
+        full = fsdp1_optim_state.full_optim_state_dict(model, optimizer, rank0_only=False)
+    with pytest.warns(FutureWarning):
+        shards = fsdp1_optim_state.sharded_optim_state_dict(model, optimizer)
+    assert isinstance(shards["state"]["first.weight"]["exp_avg"], DTensor)
+    groups = [{"params": list(group["params"])} for group in optimizer.param_groups]
+    with pytest.warns(FutureWarning):
+        loadable = [
+            fsdp1_optim_state.flatten_sharded_optim_state_dict(shards, model, optimizer),
+            fsdp1_optim_state.shard_full_optim_state_dict(full, model, optim=optimizer),
+            fsdp1_optim_state.shard_full_optim_state_dict(full, model, groups),
+            fsdp1_optim_state.scatter_full_optim_state_dict(of_first or None, model, None, optimizer),
+            fsdp1_optim_state.scatter_full_optim_state_dict(of_first or None, model, groups),
+        ]
+    for state in loadable:
+        other = _optimizer_of(model)
+        other.load_state_dict(state)
+        assert_same(_states(model, other), expected)
+    in_order = optim.AdamW(model.parameters(), lr=0.3)
+    train(model, in_order)
+    of_order = optim_state_dict(model, in_order)
+    for given in (None, list(model.parameters())):
+        with pytest.warns(FutureWarning):
+            state = fsdp1_optim_state.shard_full_optim_state_dict(of_order, model, given)
+        other = optim.AdamW(model.parameters())
+        other.load_state_dict(state)
+        assert_same(_states(model, other), _states(model, in_order))
+    with pytest.warns(FutureWarning), pytest.raises(ConfigError, match=r"optim_input has \['int'\]"):
+        fsdp1_optim_state.shard_full_optim_state_dict(full, model, [1])  # type: ignore[arg-type]
 
 
-@pytest.mark.long
-def test_state_that_is_laid_out_otherwise() -> None:
-    run_ranks(_check_other_layouts)
+def test_older_functions_give_and_take_what_they_say() -> None:
+    run_ranks(_check_older_functions)
 
 
-def _check_made_before() -> None:
-    """An optimizer with state that was made of the plain model, which its first compiled call shards."""
+def test_names_become_numbers_for_one_process_and_back() -> None:
+    """The plain optimizer has its groups in another order, and fewer parameters."""
+    state = run_ranks(_save, "AdamW")[0]
+    plain = made()
+    groups = [{"params": list(plain.last.parameters())}, {"params": [plain.frozen, plain.blocks[1].up.weight]}]
+    optimizer = optim.AdamW(groups, lr=1.0)
+    numbered = rekey_optim_state_dict(state, NUMBERS, plain, optim=optimizer)
+    assert set(numbered["state"]) == {0, 1, 3}, "the frozen one has no state"
+    optimizer.load_state_dict(numbered)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.05, 0.01]
+    for name, parameter in plain.named_parameters():
+        if parameter in optimizer.state:
+            assert_same(optimizer.state[parameter], state["state"][name])
+    named = rekey_optim_state_dict(numbered, NAMES, plain, optim=optimizer)
+    assert named["state"].keys() == {"first.weight", "last.bias", "blocks.1.up.weight"}
+    assert rekey_optim_state_dict(named, NAMES, plain) == named
+    everything = optim.AdamW(plain.parameters())
+    by_order = rekey_optim_state_dict(everything.state_dict(), NAMES, plain)
+    assert by_order["param_groups"][0]["params"] == [name for name, _ in plain.named_parameters()]
+    with pytest.warns(FutureWarning, match="optim_input is deprecated"):
+        assert rekey_optim_state_dict(everything.state_dict(), NAMES, plain, plain.parameters()) == by_order
+    assert rekey_optim_state_dict(by_order, NUMBERS, plain) == everything.state_dict()
+
+
+def test_rekeying_refuses_what_would_mix_parameters_up() -> None:
+    plain = made()
+    state = optim.AdamW(plain.parameters()).state_dict()
+    with pytest.raises(ConfigError, match=r"groups of \[\d+\] parameters were saved, and the optimizer's are of \[1\]"):
+        rekey_optim_state_dict(state, NAMES, plain, optim=optim.AdamW([plain.scale]))
+    with pytest.raises(ConfigError, match="does not have other"):
+        rekey_optim_state_dict({"state": {}, "param_groups": [{"params": ["other"]}]}, NUMBERS, plain)
+    with pytest.raises(ConfigError, match=r"types \['int', 'str'\]"):
+        rekey_optim_state_dict({"state": {0: {}, "scale": {}}}, NUMBERS, plain)
+    with pytest.raises(ConfigError, match="PARAM_NAME or PARAM_ID"):
+        rekey_optim_state_dict(state, "names", plain)  # type: ignore[arg-type]
+
+
+class _Named(optim.SGD):
+    """An optimizer whose state dicts have names, as those of torchrec's `KeyedOptimizer`."""
+
+    def __init__(self, named: dict[str, nn.Parameter]) -> None:
+        super().__init__(named.values(), lr=0.1, momentum=0.9)
+        self.names = list(named)
+
+    def state_dict(self) -> dict[str, Any]:
+        return _renamed(super().state_dict(), dict(enumerate(self.names)))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(_renamed(state_dict, {name: number for number, name in enumerate(self.names)}))
+
+
+def _renamed(state: dict[str, Any], keys: dict[Any, Any]) -> dict[str, Any]:
+    groups = [{**group, "params": [keys[key] for key in group["params"]]} for group in state["param_groups"]]
+    return {"state": {keys[key]: held for key, held in state["state"].items()}, "param_groups": groups}
+
+
+def _check_named() -> None:
     torch.manual_seed(0)
-    model, reference = nn.Linear(6, 7), nn.Linear(6, 7)
-    reference.load_state_dict(model.state_dict())
-    optimizers = [optim.AdamW(each.parameters(), lr=0.1) for each in (model, reference)]
-    batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(3))
-    for each, optimizer in zip((model, reference), optimizers, strict=True):
-        each(batch).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    compiled = compile_eagerly(model)
-    compiled(batch)
-    state = optim_state_dict(compiled, optimizers[0])
-    assert list(state["state"]) == ["weight", "bias"], "names are the plain model's"
-    expected = rekey_optim_state_dict(optimizers[1].state_dict(), OptimStateKeyType.PARAM_NAME, reference)
-    assert_same(_tensors(state), _tensors(expected))
-    fresh = optim.AdamW(compiled.parameters(), lr=0.1)
-    optim_state_dict_to_load(compiled, fresh, expected, load_directly=True)
-    for each, optimizer in ((compiled, fresh), (reference, optimizers[1])):
-        each(batch).square().mean().backward()
-        optimizer.step()
-    torch.testing.assert_close(whole(model.weight), reference.weight)
+    model: Any = fully_shard(nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 3)))
+    optimizer = _Named(dict(model.named_parameters()))
+    model(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    state = optim_state_dict(model, optimizer)
+    expected = _states(model, optimizer)
+    optimizer.step()
+    del state["state"]["1.bias"]
+    later = _states(model, optimizer)
+    optim_state_dict_to_load(model, optimizer, state, is_named_optimizer=True, load_directly=True)
+    assert_same(_states(model, optimizer), {**expected, "1.bias": later["1.bias"]})
 
 
-@pytest.mark.long
-def test_state_made_before_sharding_and_state_of_one_process() -> None:
-    run_ranks(_check_made_before)
+def test_optimizers_with_names_keep_the_state_of_what_was_not_saved() -> None:
+    run_ranks(_check_named)

@@ -14,10 +14,10 @@ from torch import fx, nn
 
 from fsdp_compile import MixedPrecision, fully_shard, no_sync, step_in_backward
 from fsdp_compile.lower import eager
-from fsdp_compile.lower.wrappers import Compiled
+from fsdp_compile.lower.compiled_step import Compiled
 from fsdp_compile.ops.host_copy import WAIT_COPY
 from tests import long
-from tests.delayed_copies import ON_SUCH_A_HOST
+from tests.delayed_copies import ON_SUCH_A_HOST, host_apart
 from tests.models.kinds import WIDTH, Slim
 from tests.numerics.one_process.pair import loss_of
 from tests.numerics.one_process.strategies import STRATEGIES
@@ -53,7 +53,7 @@ def _under_the_model(edit: Edit) -> Iterator[StreamModel]:
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
-    with mock.patch.object(eager, "_boxed", boxed):
+    with mock.patch.object(eager, "_boxed", boxed), host_apart():
         yield model
         model.finish()
 
@@ -66,7 +66,7 @@ def _train(arguments: dict[str, Any], options: dict[str, Any], edit: Edit, *, in
     optimizer = torch.optim.AdamW(model.parameters())
     if in_backward:
         optimizer = step_in_backward(optimizer)
-    with _under_the_model(edit) as streams:
+    with host_apart(), _under_the_model(edit) as streams:
         compiled = torch.compile(model, backend="fsdp", options={"lower": "eager", **options})
         for _ in range(2):
             with contextlib.nullcontext() if in_backward else no_sync(model):

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_compile._torch.checkpoint import SafeReader
 from fsdp_compile.errors import ConfigError
+from fsdp_compile.formats.dcp_files import SafeReader
 from fsdp_compile.training.checkpoint_folder import MARKER, CheckpointFolder, FileDigest
 from tests.ranks import run_ranks
 from tests.training.small_run import RUN, SmallRun

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, ShardingStrategy
 
 from fsdp_compile import fully_shard, step_in_backward
-from fsdp_compile.capture.inputs import flat_inputs
+from fsdp_compile.capture.flat_inputs import flat_inputs
 from fsdp_compile.capture.shard_embeddings import shard_lookups
 from fsdp_compile.config.prefetch import FSDPPrefetch
 from fsdp_compile.cost.fusion import Fusion
@@ -20,11 +20,12 @@ from fsdp_compile.cost.hardware import hardware
 from fsdp_compile.ir.graph import Stage, StepGraph
 from fsdp_compile.layout.spec import Update
 from fsdp_compile.lower.eager import compile_eagerly
-from fsdp_compile.lower.region import Region, keep_nothing
+from fsdp_compile.lower.region import Region, nothing
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.partition.auto_reshard import keep_unsharded
 from fsdp_compile.pipeline import passes
 from tests.fake_world import fake_world
+from tests.own_backend import compiled_by
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +34,7 @@ class World:
 
     size: int
     replicas: int = 1
-    reshard_after_forward: bool | int | Literal["auto"] | None = None
+    reshard_after_forward: bool | int | Literal["auto"] = True
     policy: MixedPrecisionPolicy = dataclasses.field(default_factory=MixedPrecisionPolicy)
     strategy: ShardingStrategy | None = None
     rank: int = 0
@@ -47,13 +48,13 @@ class World:
 
     def shard(self, model: nn.Module) -> None:
         shape = (self.replicas, self.size // self.replicas) if self.replicas > 1 else (self.size,)
-        mesh = init_device_mesh("cpu", shape)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
         for name in (*(self.units or ()), *[""] * self.root):
             module = model.get_submodule(name)
             fully_shard(
                 module,
                 mesh=mesh,
-                reshard_after_forward=self.reshard_after_forward,
+                reshard_after_forward=None if self.strategy is not None else self.reshard_after_forward,
                 mp_policy=self.policy,
                 sharding_strategy=self.strategy,
             )
@@ -97,23 +98,23 @@ def capture(
         captured[-1].append(copied(step))  # lowering erases the markers
         return step
 
-    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+    def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         flats = flat_inputs(example_inputs)
         if flats:
             captured.append([])
         if world.embedding == "sharded":
             shard_lookups(gm)
-        keep = _keep_what_fits if world.reshard_after_forward == "auto" else keep_nothing
+        keep = _keep_what_fits if world.reshard_after_forward == "auto" else nothing
         return compile_eagerly(gm, example_inputs, Region(flats, transform if flats else _unchanged, keep))
 
     with fake_world(world.size, rank=world.rank):
         torch.manual_seed(0)
         model = make()
+        world.shard(model)
         if world.update is Update.IN_BACKWARD:
             step_in_backward(torch.optim.SGD(model.parameters()))
-        world.shard(model)
         with torch.set_grad_enabled(training):
-            torch.compile(model, backend=backend, fullgraph=True)(*inputs)
+            compiled_by(compile_graph, model, fullgraph=True)(*inputs)
     (steps,) = captured
     return steps
 

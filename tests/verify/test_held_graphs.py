@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import fx, nn
 
+from fsdp_compile import units
+from fsdp_compile.fsdp2.module_class import refresh_reads
 from fsdp_compile.ir.graph import KEY, Role, StepGraph, require, role_of
-from fsdp_compile.runtime.module_state import units
-from fsdp_compile.runtime.unshard_args import refresh_unshard_args
+from fsdp_compile.layout.spec import GradPlacement
 from fsdp_compile.verify.check import complaints
 from fsdp_compile.verify.collective import Kind, collectives_of
 from tests.models.graphs import MODELS
@@ -34,13 +35,13 @@ class TakingAlong(World):
     def shard(self, model: nn.Module) -> None:
         super().shard(model)
         for unit in units(model):
-            for flat in unit.param_groups:
-                spec = flat.params[0].spec
-                every = [slot.spec.offset for slot in flat.params]
-                flat.grads.unsharded_accumulated_grad.add(torch.zeros(flat.flat_param.numel() * spec.size), every)
-                if spec.replicas > 1:
-                    flat.grads.partial_reduce_output.add(torch.zeros(flat.flat_param.numel()), every)
-                refresh_unshard_args(flat)
+            for group in unit.groups:
+                for placement in (GradPlacement.UNREDUCED, GradPlacement.REDUCE_SCATTERED):
+                    if placement is GradPlacement.UNREDUCED or group.params[0].spec.replicas > 1:
+                        zeros = torch.zeros(group.pending.numel(placement))
+                        group.pending.add(placement, zeros, [param.spec.offset for param in group.params])
+                        group.pending.placements.add(placement)
+                refresh_reads(group)
 
 
 def backward(world: World) -> StepGraph:

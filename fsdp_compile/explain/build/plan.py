@@ -20,16 +20,16 @@ from fsdp_compile.explain.build.memory import memory_curve, spans
 from fsdp_compile.explain.build.skipped import skipped
 from fsdp_compile.explain.plan_data import PlanData
 from fsdp_compile.explain.report import GraphPlan, UnitPlan, Volume
+from fsdp_compile.explain.units import ParamData, UnitData
+from fsdp_compile.fsdp2.module_class import user_class
 from fsdp_compile.ir.graph import Phase, Role, StepGraph, require
 from fsdp_compile.layout.spec import Reshard, UnshardSpec
 from fsdp_compile.layout.wire_formats import gathered_bytes
-from fsdp_compile.modules.classes import original_class
-from fsdp_compile.runtime.units import FSDPParam, FSDPUnit
 
 
 def build_plan(
     model: nn.Module,
-    made: Sequence[FSDPUnit],
+    made: Sequence[UnitData],
     regions: Sequence[Sequence[StepGraph]],
     *,
     world_size: int,
@@ -60,7 +60,7 @@ def build_plan(
     ordered = (*forwards, *reversed(backwards))
     graphs = tuple(plan for plan, _ in ordered)
     return PlanData(
-        title=original_class(model).__name__,
+        title=user_class(model).__name__,
         world_size=world_size,
         hardware=hardware,
         units=tuple(_unit(unit, read, training=bool(backwards)) for unit in made),
@@ -112,22 +112,20 @@ def _specs_of_reads(regions: Sequence[Sequence[StepGraph]]) -> Reads:
     return {name: list(specs) for name, specs in found.items()}
 
 
-def _read_as(unit: FSDPUnit, param: FSDPParam, read: Reads) -> Sequence[UnshardSpec]:
+def _read_as(param: ParamData, read: Reads) -> Sequence[UnshardSpec]:
     """How graphs read a parameter: under `torch.autocast` not as its unit says."""
-    return read.get(unit.parameter_name(param), [param.spec])
+    return read.get(param.name, [param.spec])
 
 
-def _unit(unit: FSDPUnit, read: Reads, *, training: bool) -> UnitPlan:
-    trained = [slot for slot in unit.params if slot.parameter.requires_grad]
-    least = sum(s.spec.numel * s.parameter.element_size() / _ranks(s.spec) for s in unit.params)
+def _unit(unit: UnitData, read: Reads, *, training: bool) -> UnitPlan:
+    trained = [slot for slot in unit.params if slot.trained]
+    least = sum(s.spec.numel * s.stored.itemsize / _ranks(s.spec) for s in unit.params)
     return UnitPlan(
         name=unit.title,
         parameters=len(list(unit.params)),
         numel=sum(slot.spec.numel for slot in unit.params),
-        stored=_names(flat.flat_param.dtype for flat in unit.param_groups),
-        sent=_names(
-            spec.gather_format or spec.param_dtype for slot in unit.params for spec in _read_as(unit, slot, read)
-        ),
+        stored=_names(group.stored for group in unit.groups),
+        sent=_names(spec.gather_format or spec.param_dtype for slot in unit.params for spec in _read_as(slot, read)),
         reduced=_names(slot.spec.reduce_dtype for slot in trained),
         full_bytes=unit.full_bytes,
         shard_bytes=unit.shard_bytes,
@@ -136,9 +134,9 @@ def _unit(unit: FSDPUnit, read: Reads, *, training: bool) -> UnitPlan:
     )
 
 
-def _host_bytes(unit: FSDPUnit, *, training: bool) -> int:
-    held = [flat.flat_param for flat in unit.param_groups if flat.params[0].spec.compute]
-    return sum(leaf.numel() * leaf.element_size() * (1 + (training and leaf.requires_grad)) for leaf in held)
+def _host_bytes(unit: UnitData, *, training: bool) -> int:
+    offloaded = [group for group in unit.groups if group.params[0].spec.compute]
+    return sum(group.shard_bytes * (1 + (training and group.trained)) for group in offloaded)
 
 
 def _ranks(spec: UnshardSpec) -> int:
@@ -150,14 +148,14 @@ def _names(dtypes: object) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in dtypes))  # type: ignore[attr-defined]
 
 
-def _volume(graphs: Sequence[GraphPlan], made: Sequence[FSDPUnit], read: Reads) -> Volume:
+def _volume(graphs: Sequence[GraphPlan], made: Sequence[UnitData], read: Reads) -> Volume:
     every = [collective for graph in graphs for collective in graph.collectives]
     sent = {kind: sum(c.sent_bytes for c in every if c.kind is kind) for kind in Kind}
     training = any(graph.phase is Phase.BACKWARD for graph in graphs)
     full = sum(
         min(
-            _full_sharding(spec, spec.numel, trained=training and slot.parameter.requires_grad, training=training)
-            for spec in _read_as(unit, slot, read)
+            _full_sharding(spec, spec.numel, trained=training and slot.trained, training=training)
+            for spec in _read_as(slot, read)
         )
         for unit in made
         for slot in unit.params

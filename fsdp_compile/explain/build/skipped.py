@@ -8,10 +8,11 @@ from torch import nn
 
 from fsdp_compile.cost.communicate import Kind
 from fsdp_compile.explain.report import GraphPlan, Skipped
+from fsdp_compile.explain.units import UnitData
+from fsdp_compile.fsdp2.unit import Unit
 from fsdp_compile.ir.graph import Phase
 from fsdp_compile.layout.spec import Reshard
-from fsdp_compile.runtime.module_state import is_ignored
-from fsdp_compile.runtime.units import FSDPUnit
+from fsdp_compile.sharding.params import is_whole
 
 _NAMED = 3
 _MUCH_PADDING = 0.1
@@ -19,11 +20,13 @@ _LARGE_SHARE = 1000
 """Parameters below a thousandth of their unit are not worth a line."""
 
 
-def skipped(model: nn.Module, units: Sequence[FSDPUnit], graphs: Sequence[GraphPlan]) -> Iterator[Skipped]:
+def skipped(model: nn.Module, units: Sequence[UnitData], graphs: Sequence[GraphPlan]) -> Iterator[Skipped]:
     """Compares the parameters of a model with what its graphs do."""
     yield from _graph_breaks(graphs)
-    whole = [name for name, p in model.named_parameters() if is_ignored(model, p)]
-    yield from _some(whole, "not sharded", "listed in ignored_params")
+    sharded = {param.name for unit in units for param in unit.params}
+    left = {name: p for name, p in model.named_parameters() if name not in sharded}
+    yield from _some([n for n, p in left.items() if not is_whole(p)], "not sharded", "listed in ignored_params")
+    yield from _some([n for n, p in left.items() if is_whole(p)], "not sharded", "it cannot be split")
     if units and all(slot.spec.size * slot.spec.replicas == 1 for unit in units for slot in unit.params):
         yield Skipped("all collectives", "there is one rank")
         return
@@ -33,11 +36,15 @@ def skipped(model: nn.Module, units: Sequence[FSDPUnit], graphs: Sequence[GraphP
     yield from _kept_unsharded(units, graphs)
 
 
-def not_in_graphs(units: Sequence[FSDPUnit]) -> Iterator[Skipped]:
+def not_in_graphs(units: Sequence[Unit]) -> Iterator[Skipped]:
     """Units of a model that has run for which nothing was compiled, so that its graphs do not count them."""
-    names = [unit.title for unit in units if not any(region.graphs for region in unit.compiled_regions.values())]
+    names = [unit.title for unit in units if unit.groups and not _is_compiled(unit)]
     why = "nothing was compiled for it: it has not run, or it runs the code of a unit that is laid out alike"
     yield from _some(names, "not in the numbers", why)
+
+
+def _is_compiled(unit: Unit) -> bool:
+    return any(region.graphs for region in unit.compiled_regions.values())
 
 
 def _graph_breaks(graphs: Sequence[GraphPlan]) -> Iterator[Skipped]:
@@ -49,7 +56,7 @@ def _graph_breaks(graphs: Sequence[GraphPlan]) -> Iterator[Skipped]:
         )
 
 
-def _uneven(units: Sequence[FSDPUnit]) -> Iterator[Skipped]:
+def _uneven(units: Sequence[UnitData]) -> Iterator[Skipped]:
     """Parameters whose padding is a considerable part of their memory and messages."""
     found: dict[str, list[str]] = {}
     for unit in units:
@@ -59,12 +66,12 @@ def _uneven(units: Sequence[FSDPUnit]) -> Iterator[Skipped]:
             large = spec.numel * _LARGE_SHARE >= sum(s.spec.numel for s in unit.params)
             if spec.dim is not None and padding > _MUCH_PADDING and large:
                 why = f"its {spec.shape[spec.dim]} rows over {spec.size} ranks are padded by {100 * padding:.0f} %"
-                found.setdefault(why, []).append(unit.parameter_name(slot))
+                found.setdefault(why, []).append(slot.name)
     for why, names in found.items():
         yield from _some(names, "even split", why)
 
 
-def _never_gathered(units: Sequence[FSDPUnit], graphs: Sequence[GraphPlan]) -> Iterator[Skipped]:
+def _never_gathered(units: Sequence[UnitData], graphs: Sequence[GraphPlan]) -> Iterator[Skipped]:
     for phase in dict.fromkeys(graph.phase for graph in graphs):
         read = {
             (unit, name)
@@ -81,14 +88,12 @@ def _never_gathered(units: Sequence[FSDPUnit], graphs: Sequence[GraphPlan]) -> I
             for slot in unit.params
             if slot.spec.size > 1 and (phase is Phase.FORWARD or slot.spec.reshard is not Reshard.AFTER_BACKWARD)
         ]
-        unread = [
-            unit.parameter_name(slot) for unit, slot in dropped if not _among(read, unit, unit.parameter_name(slot))
-        ]
+        unread = [slot.name for unit, slot in dropped if not _among(read, unit, slot.name)]
         why = "the graph does not read it" if phase is Phase.FORWARD else "no gradient needs its value"
         yield from _some(unread, f"not gathered in {phase.value}", why)
 
 
-def _never_reduced(units: Sequence[FSDPUnit], graphs: Sequence[GraphPlan]) -> Iterator[Skipped]:
+def _never_reduced(units: Sequence[UnitData], graphs: Sequence[GraphPlan]) -> Iterator[Skipped]:
     if not any(graph.phase is Phase.BACKWARD for graph in graphs):
         yield Skipped("backward", "gradients are off, or nothing that the model returns needs them")
         return
@@ -101,10 +106,7 @@ def _never_reduced(units: Sequence[FSDPUnit], graphs: Sequence[GraphPlan]) -> It
         for name in c.parameters
     }
     missing = [
-        (slot.parameter.requires_grad, unit.parameter_name(slot))
-        for unit in units
-        for slot in unit.params
-        if not _among(reduced, unit, unit.parameter_name(slot))
+        (slot.trained, slot.name) for unit in units for slot in unit.params if not _among(reduced, unit, slot.name)
     ]
     yield from _some([n for trained, n in missing if not trained], "not reduced", "frozen")
     yield from _some([n for trained, n in missing if trained], "not reduced", "no output depends on it")
@@ -117,7 +119,7 @@ _WHY_KEPT = {
 }
 
 
-def _kept_unsharded(units: Sequence[FSDPUnit], graphs: Sequence[GraphPlan]) -> Iterator[Skipped]:
+def _kept_unsharded(units: Sequence[UnitData], graphs: Sequence[GraphPlan]) -> Iterator[Skipped]:
     asked = {unit.title: slot.spec.reshard for unit in units for slot in unit.params}
     for graph in graphs:
         kept = [u for c in graph.collectives if c.kind is Kind.GATHER and c.reshard is None for u in c.units]
@@ -126,7 +128,7 @@ def _kept_unsharded(units: Sequence[FSDPUnit], graphs: Sequence[GraphPlan]) -> I
             yield from _some([unit for unit in kept if asked[unit] is reshard], what, why)
 
 
-def _among(found: set[tuple[str, str]], unit: FSDPUnit, name: str) -> bool:
+def _among(found: set[tuple[str, str]], unit: UnitData, name: str) -> bool:
     return (unit.title, name) in found
 
 

@@ -6,10 +6,11 @@ from typing import Final
 
 from fsdp_compile.errors import BudgetTooSmallError, ConfigError
 from fsdp_compile.explain.plan_data import Traced
+from fsdp_compile.explain.units import UnitData
 from fsdp_compile.ir.graph import Role, require
+from fsdp_compile.layout.spec import UnshardSpec
 from fsdp_compile.ops.unshard import UNSHARD
 from fsdp_compile.partition.cast_before_gather import casts_of
-from fsdp_compile.runtime.units import FSDPUnit
 
 _CASTS: Final = "parameters that are cast where they are read, as by torch.autocast, are cast before they are sent"
 
@@ -30,8 +31,15 @@ def refuse_ranks(traced: Traced, ranks: int) -> None:
         )
     if any(region.recomputed for region in traced.regions):
         raise _recomputed(traced, ranks)
+    if traced.may_send_low_bits:
+        raise ConfigError(
+            "which parameters are sent in 8 bits depends on the number of ranks",
+            where=f"Plan.at(world_size={ranks}), options={{'mp_policy': MixedPrecision(gather_dtype=...)}}",
+            instead="explain() once more in a world of that size",
+        )
     for unit in traced.units:
-        _refuse_mesh(unit, traced.world_size, ranks)
+        for param in unit.params:
+            _refuse_mesh(unit.title, param.spec, traced.world_size, ranks)
         _refuse_rows(unit, ranks)
 
 
@@ -45,45 +53,38 @@ def refuse_to_recompute(traced: Traced, ranks: int, error: BudgetTooSmallError) 
         raise _recomputed(traced, ranks) from error
 
 
-def _refuse_mesh(unit: FSDPUnit, world_size: int, ranks: int) -> None:
+def _refuse_mesh(unit: str, spec: UnshardSpec, world_size: int, ranks: int) -> None:
     """Refuses a mesh of which one number does not say how it changes."""
-    if unit.policy.mixed_precision.gather_dtype is not None:
+    if spec.replicas > 1:
         raise ConfigError(
-            "which parameters are sent in 8 bits depends on the number of ranks",
-            where=f"Plan.at(world_size={ranks}), unit {unit.title}",
-            instead="explain() once more in a world of that size",
-        )
-    if unit.policy.mesh_placement.replicate_dim is not None:
-        raise ConfigError(
-            f"{unit.policy.mesh_placement.replicas} replicas of groups of {unit.policy.size} ranks: one number does "
-            "not say how both change",
-            where=f"Plan.at(world_size={ranks}), unit {unit.title}",
+            f"{spec.replicas} replicas of groups of {spec.size} ranks: one number does not say how both change",
+            where=f"Plan.at(world_size={ranks}), unit {unit}",
             instead="explain() once more in a world of that size, with its mesh",
         )
-    if unit.policy.mesh_placement.post_forward_size > 1:
+    if spec.post_forward_size > 1:
         raise ConfigError(
-            f"parameters are kept over {unit.policy.mesh_placement.post_forward_size} ranks, and one number does "
+            f"parameters are kept over {spec.post_forward_size} ranks, and one number does "
             "not say over how many they would be",
-            where=f"Plan.at(world_size={ranks}), unit {unit.title}",
+            where=f"Plan.at(world_size={ranks}), unit {unit}",
             instead="explain() once more in a world of that size",
         )
-    if unit.policy.size != world_size:
+    if spec.size != world_size:
         raise ConfigError(
-            f"parameters are sharded over {unit.policy.size} of {world_size} ranks, and one number does not "
+            f"parameters are sharded over {spec.size} of {world_size} ranks, and one number does not "
             "say how both change",
-            where=f"Plan.at(world_size={ranks}), unit {unit.title}",
+            where=f"Plan.at(world_size={ranks}), unit {unit}",
             instead="explain() once more in a world of that size, with its mesh",
         )
 
 
-def _refuse_rows(unit: FSDPUnit, ranks: int) -> None:
+def _refuse_rows(unit: UnitData, ranks: int) -> None:
     """Refuses ranks over which a dimension other than the first does not divide."""
     for slot in unit.params:
         spec = slot.spec
         if spec.dim and spec.shape[spec.dim] % ranks:
             raise ConfigError(
                 f"dimension {spec.dim} of size {spec.shape[spec.dim]} does not divide over {ranks} ranks",
-                where=f"Plan.at(world_size={ranks}), parameter {unit.parameter_name(slot)}",
+                where=f"Plan.at(world_size={ranks}), parameter {slot.name}",
                 instead="a number of ranks that divides it, or Shard(0)",
             )
 
@@ -101,7 +102,7 @@ def _other_graph(traced: Traced) -> str:
     """Why what happens before the passes depends on whether a rank is alone; "" if it does not."""
     if traced.options.embedding == "sharded":
         return 'embedding="sharded" looks rows up on other ranks'
-    own = {unit.parameter_name(slot): slot.spec.param_dtype for unit in traced.units for slot in unit.params}
+    own = {slot.name: slot.spec.param_dtype for unit in traced.units for slot in unit.params}
     for step in (step for region in traced.regions for step in region.steps):
         for node in step.nodes(Role.FLAT):
             record = require(node)

@@ -22,6 +22,7 @@ from fsdp_compile.explain.plan_data import PlanData, Traced
 from fsdp_compile.explain.scale.other_ranks import refuse_ranks, refuse_to_recompute
 from fsdp_compile.explain.trace.dims import SYMBOLS
 from fsdp_compile.explain.trace.open_sizes import closed
+from fsdp_compile.explain.units import GroupData, UnitData
 from fsdp_compile.ir.graph import KEY, Role, StepGraph, require, role_of
 from fsdp_compile.ir.queries import GRADIENTS_OF_READS, TEXT_POSITION, read_text
 from fsdp_compile.layout import flat_layout
@@ -30,7 +31,6 @@ from fsdp_compile.ops.embedding import LOOK_UP
 from fsdp_compile.ops.unshard import UNSHARD
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.pipeline import keep, transform
-from fsdp_compile.runtime.units import FSDPParamGroup, FSDPUnit
 
 aten = torch.ops.aten
 
@@ -69,7 +69,7 @@ def plan_at(traced: Traced, setting: Setting) -> PlanData:
     Raises:
         ConfigError: If the model has other graphs in that setting.
     """
-    units: Sequence[FSDPUnit] = traced.units
+    units: Sequence[UnitData] = traced.units
     regions = [[closed(step, of.sizes, setting.sizes) for step in of.steps] for of in traced.regions]
     for region in traced.regions:
         # Another size may need another graph, which only a new trace can make.
@@ -93,7 +93,7 @@ def plan_at(traced: Traced, setting: Setting) -> PlanData:
 
 
 def plan_of(
-    traced: Traced, units: Sequence[FSDPUnit], regions: Sequence[Sequence[StepGraph]], setting: Setting
+    traced: Traced, units: Sequence[UnitData], regions: Sequence[Sequence[StepGraph]], setting: Setting
 ) -> PlanData:
     """Reports on graphs after the passes, with the units as they are in this setting."""
     made = build_plan(
@@ -160,17 +160,15 @@ def _numel(specs: Mapping[str, UnshardSpec]) -> int:
     return max(spec.offset + spec.extent for spec in specs.values())
 
 
-def _resized(unit: FSDPUnit, order: Order, ranks: int) -> FSDPUnit:
-    """A unit of the same parameters, whose flat parameters have sizes and no memory."""
-    made = FSDPUnit(unit.root_ref, unit.name, unit.policy, unit.wrap_source, unit.model_ref)
-    made.other_roots, made.root_names = unit.other_roots, unit.root_names
-    for flat in unit.param_groups:
-        slots = {unit.parameter_name(slot): slot for slot in flat.params}
-        specs = _laid_out({name: slot.spec for name, slot in slots.items()}, order, flat.flat_param.dtype, ranks)
-        leaf = torch.empty(_numel(specs), dtype=flat.flat_param.dtype, device="meta")
-        placed = [dataclasses.replace(slots[name], spec=spec) for name, spec in specs.items()]
-        made.param_groups.append(FSDPParamGroup(made, nn.Parameter(leaf, flat.flat_param.requires_grad), placed))
-    return made
+def _resized(unit: UnitData, order: Order, ranks: int) -> UnitData:
+    """A unit of the same parameters over so many ranks."""
+    return dataclasses.replace(unit, groups=tuple(_resized_group(group, order, ranks) for group in unit.groups))
+
+
+def _resized_group(group: GroupData, order: Order, ranks: int) -> GroupData:
+    specs = _laid_out({param.name: param.spec for param in group.params}, order, group.stored, ranks)
+    placed = tuple(dataclasses.replace(param, spec=specs[param.name]) for param in group.params)
+    return dataclasses.replace(group, numel=_numel(specs), params=placed)
 
 
 def _rewrite(step: StepGraph, order: Order, ranks: int) -> None:

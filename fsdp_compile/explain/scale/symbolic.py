@@ -22,7 +22,7 @@ from fsdp_compile.explain.plan_data import PlanData, Traced
 from fsdp_compile.explain.report import Collective
 from fsdp_compile.explain.scale.symbolic_memory import Sum, added_up, largest, live_sums
 from fsdp_compile.explain.scale.symbolic_sizes import RANKS, OpenGraphSizes, extent, stored_dtypes
-from fsdp_compile.runtime.units import FSDPParam
+from fsdp_compile.explain.units import ParamData
 
 __all__ = ["GB_PER_S", "RANKS", "Formulas", "formulas"]
 GB_PER_S = sympy.Symbol("gb_per_s", positive=True)
@@ -91,18 +91,16 @@ def formulas(plan: PlanData) -> Formulas:
     Raises:
         ConfigError: If the model has run, or its mesh has two dimensions or is a part of the world.
     """
+    specs = [] if plan.traced is None else [param.spec for unit in plan.traced.units for param in unit.params]
     if plan.traced is None or any(
-        unit.policy.mesh_placement.replicate_dim is not None
-        or unit.policy.mesh_placement.post_forward_size > 1
-        or unit.policy.size != plan.traced.world_size
-        for unit in plan.traced.units
+        spec.replicas > 1 or spec.post_forward_size > 1 or spec.size != plan.traced.world_size for spec in specs
     ):
         raise ConfigError(
             "formulas are made of a plan by explain() for a plain model on a 1-D mesh of all ranks",
             where="Plan.formulas()",
             instead="explain() the plain model before it is sharded",
         )
-    if any(unit.policy.mixed_precision.gather_dtype is not None for unit in plan.traced.units):
+    if plan.traced.may_send_low_bits:
         raise ConfigError(
             "which parameters are sent in 8 bits depends on the number of ranks",
             where="Plan.formulas()",
@@ -115,14 +113,14 @@ def formulas(plan: PlanData) -> Formulas:
             where="Plan.formulas()",
             instead='explain() without dims, or with embedding="gathered"',
         )
-    slots = {unit.parameter_name(slot): slot for unit in plan.traced.units for slot in unit.params}
+    slots = {slot.name: slot for unit in plan.traced.units for slot in unit.params}
     link = make_link("open", GB_PER_S, "a symbol")
     sent = [_sent_bytes(c, slots) for c in every if c.kind not in COPIES]
     times = [
         collective_us(b, RANKS, launch_us=link.launch.value, hop_us=link.hop.value, bytes_per_s=link.bytes_per_s)
         for b in [*sent, *(0 for c in every if c.kind is Kind.EXCHANGE for _ in range(ROUNDS - 1))]
     ]
-    held = [_extent(slot) * slot.parameter.element_size() for slot in slots.values()]
+    held = [_extent(slot) * slot.stored.itemsize for slot in slots.values()]
     bus = plan.hardware.device.host
     copied = [sympy.Add(*_copied_bytes(c, slots)) for c in every if c.kind in COPIES]
     copies = [copy_us(b, launch_us=bus.launch.value, bytes_per_s=bus.bytes_per_s) for b in copied]
@@ -162,26 +160,26 @@ def _of_graphs(plan: PlanData, traced: Traced) -> dict[str, sympy.Expr]:
     }
 
 
-def _sent_bytes(collective: Collective, slots: dict[str, FSDPParam]) -> sympy.Expr:
+def _sent_bytes(collective: Collective, slots: dict[str, ParamData]) -> sympy.Expr:
     if collective.kind is Kind.EXCHANGE:
         return sympy.expand(collective.size_bytes * share_of_others(RANKS))
     whole = sympy.Add(*_message_bytes(collective, slots)) * RANKS
     return sympy.expand(whole * share_of_others(RANKS))
 
 
-def _message_bytes(collective: Collective, slots: dict[str, FSDPParam]) -> Iterator[sympy.Expr]:
+def _message_bytes(collective: Collective, slots: dict[str, ParamData]) -> Iterator[sympy.Expr]:
     # Not the dtypes of units: a graph may read parameters in others, under `torch.autocast` and in eval mode.
     dtype: torch.dtype = getattr(torch, collective.dtype)
     return (_extent(slots[name]) * dtype.itemsize for name in collective.parameters)
 
 
-def _copied_bytes(copy: Collective, slots: dict[str, FSDPParam]) -> Iterator[sympy.Expr]:
+def _copied_bytes(copy: Collective, slots: dict[str, ParamData]) -> Iterator[sympy.Expr]:
     """Bytes of a copy: in the dtype in which parameters are stored."""
-    return (_extent(slots[name]) * slots[name].parameter.element_size() for name in copy.parameters)
+    return (_extent(slots[name]) * slots[name].stored.itemsize for name in copy.parameters)
 
 
-def _extent(slot: FSDPParam) -> sympy.Expr:
-    return extent(slot.spec, slot.parameter.dtype)
+def _extent(slot: ParamData) -> sympy.Expr:
+    return extent(slot.spec, slot.stored)
 
 
 def _time_us(work: Work, device: Device) -> sympy.Expr:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import fx
 
-from fsdp_compile.capture.inputs import flat_inputs
+from fsdp_compile.capture.flat_inputs import flat_inputs
 from fsdp_compile.ir.graph import KEY, Role, StepGraph, record_of, require, role_of
 
 Claim = tuple[str, str]

@@ -1,26 +1,31 @@
 """A copy of a model that has shapes and no values, which is traced instead of the user's own.
 
-Its parameters are on meta until they are sharded. Flat parameters, buffers and inputs are hollow: CPU tensors that have
-an address and were never written, so the system gives them no memory.
+Its parameters stay on meta. Flat buffers, what is not sharded, buffers and inputs are hollow: CPU tensors that have an
+address and were never written, so the system gives them no memory.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile.comm.gather_extension import is_extended
+from fsdp_compile._torch.fully_shard import PreHook, lazy_init_on_meta, offloads
+from fsdp_compile._torch.tensors import FakeTensor
+from fsdp_compile.config.policy import AnyOffloadPolicy, as_offload
 from fsdp_compile.cost.sizes import concrete
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
-from fsdp_compile.modules.classes import gather_params
-from fsdp_compile.runtime import update_in_backward
-from fsdp_compile.runtime.module_state import units
-from fsdp_compile.runtime.units import FSDPParamGroup
+from fsdp_compile.fsdp2.module_class import refresh_reads, set_flat, user_class
+from fsdp_compile.fsdp2.take_over import sharded_root, take_over
+from fsdp_compile.fsdp2.unit import Model
+from fsdp_compile.fsdp2.updates import update_as
+from fsdp_compile.sharding.fully_shard import fully_shard
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -35,7 +40,7 @@ def stand_in(model: M) -> M:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         _refuse_split(tensor, f"explain({type(model).__name__}), {name}")
     for name, parameter in model.named_parameters():
-        if is_extended(parameter):
+        if _is_extended(parameter):
             raise UnsupportedModelError(
                 f"a parameter of class {type(parameter).__qualname__} says by itself how it is gathered (an all-gather "
                 "extension), and its methods may ask for values, which this copy of the model has not",
@@ -55,6 +60,12 @@ def stand_in(model: M) -> M:
         ) from error
 
 
+def _is_extended(parameter: nn.Parameter) -> bool:
+    """Whether a parameter is more than its elements, or has methods of the protocol of all-gather extensions."""
+    is_plain = issubclass(type(parameter), FakeTensor | nn.Parameter)
+    return not is_plain or any(hasattr(parameter, f"fsdp_{when}_all_gather") for when in ("pre", "post"))
+
+
 def hollow(tensor: torch.Tensor) -> torch.Tensor:
     """A CPU tensor of the same type, unwritten; a dynamic size becomes the one with which it was traced.
 
@@ -68,11 +79,58 @@ def hollow(tensor: torch.Tensor) -> torch.Tensor:
     return made.requires_grad_(tensor.requires_grad)
 
 
-def hollow_flats(model: nn.Module) -> None:
-    """Gives the meta flat parameters of a sharded stand-in addresses, which the backend identifies them by."""
-    for unit in units(model):
-        unit.param_groups = [FSDPParamGroup(unit, _hollow_leaf(flat), flat.params) for flat in unit.param_groups]
-        gather_params(unit.param_groups)
+def shard_stand_in(model: nn.Module, *, offload_policy: AnyOffloadPolicy = None, **sharding: Any) -> Model:
+    """Shards a stand-in as `fully_shard` with these arguments, and gives its flat buffers and the rest addresses.
+
+    The backend identifies flat buffers by them. The CPU stands for a device that is not there, to which offloaded
+    shards are copied.
+    """
+    is_offloaded = isinstance(as_offload(offload_policy), CPUOffloadPolicy)
+    offload = CPUOffloadPolicy(pin_memory=False) if is_offloaded else OffloadPolicy()
+    whole = [(module, name, p) for module in model.modules() for name, p in module._parameters.items() if p is not None]
+    fully_shard(model, offload_policy=offload, **sharding)
+    for module, name, old in whole:
+        if (new := module._parameters[name]) is not None:
+            update_as(old, new)
+    state = sharded_root(model)
+    assert state is not None
+    lazy_init_on_meta(state)
+    taken = take_over(state)
+    for group in taken.groups:
+        group.give_memory(hollow(group.flat))
+        if offloads(group.of_torch):
+            for param in group.params:
+                param.spec = dataclasses.replace(param.spec, compute="cpu")
+        set_flat(group)
+        refresh_reads(group)
+    for unit in taken.units:
+        unit.pre_hook = _refuse_to_gather(unit.title)
+    _fill_whole_parameters(model)
+    return taken
+
+
+def _refuse_to_gather(title: str) -> PreHook:
+    """What takes the place of FSDP2's pre-forward, which would gather values that there are not."""
+
+    def pre_forward(module: nn.Module, *_: object) -> None:
+        raise UnsupportedModelError(
+            "a unit is called, or its parameters are read, in code that torch does not trace, where FSDP2 gathers them",
+            where=f"explain(), unit {title}, {user_class(module).__name__}",
+            instead="explain(compiled) after the first step of the compiled model",
+        )
+
+    return pre_forward
+
+
+def _fill_whole_parameters(model: nn.Module) -> None:
+    """Puts hollow tensors in the place of parameters on meta that no unit shards."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta and not isinstance(parameter, DTensor):
+                if parameter not in made:
+                    made[parameter] = nn.Parameter(hollow(parameter.detach()), requires_grad=parameter.requires_grad)
+                module._parameters[name] = made[parameter]
 
 
 def _refuse_split(tensor: torch.Tensor, where: str) -> None:
@@ -96,12 +154,8 @@ def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
 def _meta_parameter(parameter: nn.Parameter) -> nn.Parameter:
     meta = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
     made = nn.Parameter(meta, requires_grad=parameter.requires_grad)
-    update_in_backward.move_updater(parameter, made)
+    update_as(parameter, made)
     return made
-
-
-def _hollow_leaf(flat: FSDPParamGroup) -> nn.Parameter:
-    return nn.Parameter(hollow(flat.flat_param.detach()), requires_grad=flat.flat_param.requires_grad)
 
 
 def _zeros(shape: tuple[int, ...], stride: tuple[int, ...], **kwargs: Any) -> torch.Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 
 from fsdp_compile._torch.dynamo import detect_fake_mode, ends_in_graph_break
-from fsdp_compile.capture.inputs import flat_inputs
+from fsdp_compile.capture.flat_inputs import flat_inputs
 from fsdp_compile.capture.shard_embeddings import shard_lookups
 from fsdp_compile.capture.whole_model import is_whole_model, refusal_of_several, refuse_budget_of_a_part
 from fsdp_compile.cost.sizes import concrete
@@ -25,17 +25,15 @@ from fsdp_compile.explain.trace.dims import OpenInputs
 from fsdp_compile.explain.trace.open_sizes import OpenSizes, open_sizes
 from fsdp_compile.explain.trace.runs import Claim, claims_of_run, renamed
 from fsdp_compile.explain.trace.stand_in import hollow
+from fsdp_compile.fsdp2.module_class import user_class
+from fsdp_compile.fsdp2.take_over import note_backend
 from fsdp_compile.ir.graph import Phase, StepGraph
+from fsdp_compile.lower.compiled_step import Compiled
 from fsdp_compile.lower.eager import compile_eagerly
 from fsdp_compile.lower.inductor import compile_with_inductor
 from fsdp_compile.lower.region import Region
-from fsdp_compile.lower.wrappers import Compiled
-from fsdp_compile.modules.classes import original_class
-from fsdp_compile.modules.forward import call_in_forward
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.pipeline import keep, transform
-from fsdp_compile.runtime import checked_groups
-from fsdp_compile.runtime.module_state import units
 
 
 @dataclasses.dataclass
@@ -101,20 +99,10 @@ def trace(model: nn.Module, inputs: OpenInputs, options: FSDPOptions) -> list[Tr
         UnsupportedModelError: If torch cannot trace the model.
     """
     runs: list[Run] = []
-
-    def backend(gm: fx.GraphModule, examples: Sequence[Any]) -> Any:
-        if options.embedding == "sharded":
-            shard_lookups(gm)
-        region = _region(gm, examples, inputs, options, runs)
-        if options.lower == "eager":
-            return compile_eagerly(gm, examples, region)
-        return compile_with_inductor(gm, examples, region, options.inductor)
-
     try:
-        called = torch.compile(_caller(), backend=backend, dynamic=False)
-        made = [group for unit in units(model) for group in unit.param_groups]
-        checked_groups.note(made, (group.unit.model for group in made))  # no value is there to be checked
-        call_in_forward(called, (model, *inputs.args), dict(inputs.kwargs))
+        given: dict[str, Any] = {"inputs": inputs, "options": options, "runs": runs}
+        called = torch.compile(_caller(), backend=_record, dynamic=False, options=given)
+        called(model, *inputs.args, **inputs.kwargs)
     except FSDPCompileError:
         raise
     except Exception as error:
@@ -123,18 +111,32 @@ def trace(model: nn.Module, inputs: OpenInputs, options: FSDPOptions) -> list[Tr
             raise cause from error
         raise UnsupportedModelError(
             f"the model cannot be traced: {type(error).__name__}: {error}",
-            where=f"explain({original_class(model).__name__})",
+            where=f"explain({user_class(model).__name__})",
             instead="arguments with which model(*args, **kwargs) runs; shapes are enough",
         ) from error
     if inputs.sizes and len(runs) > 1:
         raise UnsupportedModelError(
             f"graph breaks split the model into {len(runs)} regions, and sizes stay open only in the first",
-            where=f"explain({original_class(model).__name__}, dims=...)",
+            where=f"explain({user_class(model).__name__}, dims=...)",
             instead="a model without graph breaks (TORCH_LOGS=graph_breaks says where they are), or explain() without "
             "dims",
         )
     _refuse_budget_of_several(runs, options)
     return [region.of_run(claims) for region, claims in runs]
+
+
+def _record(gm: fx.GraphModule, examples: Sequence[Any], *, options: Mapping[str, Any]) -> Any:
+    """The backend: compiles no graph, but records what the passes make of it."""
+    inputs, checked, runs = options["inputs"], options["options"], options["runs"]
+    if checked.embedding == "sharded":
+        shard_lookups(gm)
+    region = _region(gm, examples, inputs, checked, runs)
+    if checked.lower == "eager":
+        return compile_eagerly(gm, examples, region)
+    return compile_with_inductor(gm, examples, region, checked.inductor)
+
+
+note_backend(_record)
 
 
 def _refuse_budget_of_several(runs: Sequence[Run], options: FSDPOptions) -> None:

@@ -6,7 +6,7 @@ deadlock. Each kind has its reason:
 
     all-gathers       start in the order in which they are waited for, and in which their parameters are first read
     reduce-scatters   start in the order in which their gradients are ready, and are waited for in that order
-    all-reduces       follow their reduce-scatters
+    all-reduces       follow their reduce-scatters; those of parameters that are not sharded, their gradients
 
 All-gathers that a module was told to prefetch have the user's order instead (`explicit-prefetch`).
 """
@@ -28,13 +28,14 @@ _ON_THE_WAY = {Role.REDUCE, Role.REDUCE_ITEM, Role.REDUCE_WAIT}
 
 def plan_order(facts: Facts) -> list[Complaint]:
     """Compares neighbours, group by group and kind by kind."""
-    groups: dict[tuple[Kind, str], list[Collective]] = {}
+    groups: dict[tuple[Kind, str, bool], list[Collective]] = {}
     for collective in facts.collectives:
         if collective.start in facts.named:
             continue
-        groups.setdefault((collective.kind, str(collective.group)), []).append(collective)
+        follows = any(role_of(node) in _ON_THE_WAY for node in collective.sent)
+        groups.setdefault((collective.kind, str(collective.group), follows), []).append(collective)
     complaints = []
-    for (kind, _), members in groups.items():
+    for (kind, _, _), members in groups.items():
         complaints += _compare(facts, members, _first_wait, "is waited for")
         if kind is Kind.GATHER:
             complaints += _compare(facts, members, _first_read, "is read")

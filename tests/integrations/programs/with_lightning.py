@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.distributed.fsdp import FSDPModule
 
 import fsdp_compile
 from tests.integrations.programs.report import report, run
@@ -59,7 +60,7 @@ class ShardedTask(Task):
 
     def configure_model(self) -> None:
         mesh: Any = self.device_mesh
-        if not isinstance(self.net, fsdp_compile.ShardedModule):
+        if not isinstance(self.net, FSDPModule):
             fsdp_compile.fully_shard(self.net, mesh=mesh["data_parallel"])
             self.net.compile(backend="fsdp", options={"lower": "eager"})
 

@@ -77,11 +77,6 @@ def _compare(name: str, lower: str | None, *, one_sided: bool) -> list[int]:
 CASES = [(f"{name}{end}", one_sided) for name in MODELS for end in ("", _GROUPED) for one_sided in (False, True)]
 
 
-@long.parametrize(("name", "one_sided"), CASES, always=[("deepseek, grouped", True)])
-def test_uncompiled(name: str, *, one_sided: bool) -> None:
-    assert run_ranks(_compare, name, None, one_sided=one_sided, world_size=RANKS) == [[]] * RANKS
-
-
 @long.parametrize(("name", "one_sided"), CASES, always=[("mixtral, grouped", False)])
 def test_compiled(name: str, *, one_sided: bool) -> None:
     assert run_ranks(_compare, name, "eager", one_sided=one_sided, world_size=RANKS) == [[]] * RANKS

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_compile import clip_grad_norm_
+
 LEARNING_RATE = 1e-2
 EPS = 1e-3
 """Added to the root of squared gradients. With AdamW's own 1e-8 an update is the sign of its gradient, so that sums of
@@ -72,10 +74,11 @@ def train_pair(
     torch.manual_seed(0)
     model = make()
     reference = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPS)
-    reference_optimizer = torch.optim.AdamW(reference.parameters(), lr=LEARNING_RATE, eps=EPS)
     if prepare is not None:
         prepare(model)
+    # Of a plain model: it gets the sharded parameters at the first call.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPS)
+    reference_optimizer = torch.optim.AdamW(reference.parameters(), lr=LEARNING_RATE, eps=EPS)
     compiled = torch.compile(model, backend="fsdp", options={"lower": lower, **(options or {})})
     world, rank = dist.get_world_size(), dist.get_rank()
     found = Differences()
@@ -89,10 +92,11 @@ def train_pair(
         found.loss = max(found.loss, relative(mean_over_ranks(loss.detach()), reference_loss.detach()))
         found.gradient = max(found.gradient, gradient_difference(model, reference))
         if clip is not None:
-            norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
+            is_split = all(isinstance(p, DTensor) for p in model.parameters())
+            # torch's does not mix DTensors and tensors.
+            norm = nn.utils.clip_grad_norm_(model.parameters(), clip) if is_split else clip_grad_norm_(model, clip)
             reference_norm = nn.utils.clip_grad_norm_(reference.parameters(), clip)
-            assert isinstance(norm, DTensor)
-            found.gradient = max(found.gradient, relative(norm.full_tensor(), reference_norm))
+            found.gradient = max(found.gradient, relative(whole(norm), reference_norm))
         for each in (optimizer, reference_optimizer):
             each.step()
             each.zero_grad()
@@ -119,8 +123,9 @@ def gradient_difference(model: nn.Module, reference: nn.Module) -> float:
         assert (mine.grad is None) == (theirs.grad is None), f"{name}: {mine.grad} against {theirs.grad}"
         if theirs.grad is None or theirs.numel() == 0:
             continue
-        assert isinstance(mine.grad, DTensor), name
-        worst = max(worst, relative(mine.grad.full_tensor(), theirs.grad))
+        assert mine.grad is not None
+        assert isinstance(mine.grad, DTensor) == isinstance(mine, DTensor), name
+        worst = max(worst, relative(whole(mine.grad), theirs.grad))
     return worst
 
 
@@ -128,7 +133,13 @@ def parameter_difference(model: nn.Module, reference: nn.Module) -> float:
     """The largest difference of any element of any parameter."""
     worst = 0.0
     for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        assert isinstance(mine, DTensor)
+        is_split = mine.dim() > 0 and mine.numel() > 0 and (mine.is_floating_point() or mine.is_complex())
+        assert isinstance(mine, DTensor) == is_split
         if theirs.numel():
-            worst = max(worst, (mine.full_tensor() - theirs).abs().max().item())
+            worst = max(worst, (whole(mine) - theirs).abs().max().item())
     return worst
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The full tensor of a sharded one."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -16,9 +16,9 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import MixedPrecision, fully_shard, no_sync, register_comm_hook, units
+from fsdp_compile.fsdp2.unit import Unit
 from fsdp_compile.ir.graph import Role
 from fsdp_compile.lower.compiled_regions import regions_of
-from fsdp_compile.runtime.units import FSDPUnit
 from tests import long
 from tests.models.kinds import Slim, Stack
 from tests.numerics.one_process.pair import batches, loss_of
@@ -131,7 +131,7 @@ def test_under_inductor() -> None:
 
 def _planned() -> float:
     """One microbatch that is held, one that is summed inside of shard groups, one that is summed over all ranks."""
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
     pair = _pair(options={"prefetch": "auto"}, mesh=mesh, reshard_after_forward=False)
     first, second, third = batches(3, 4 * dist.get_world_size())
     with no_sync(pair.compiled):
@@ -206,8 +206,8 @@ def _hooked() -> tuple[float, list[int], int]:
     return worst, calls, _flats(units(pair.model))
 
 
-def _flats(every: list[FSDPUnit]) -> int:
-    return sum(len(unit.param_groups) for unit in every)
+def _flats(every: list[Unit]) -> int:
+    return sum(len(unit.groups) for unit in every)
 
 
 @pytest.mark.long
@@ -218,19 +218,14 @@ def test_a_hook_is_called_once_with_the_sum_of_held_and_new_gradients(world_size
         assert calls == [0, flats, flats, 2 * flats]
 
 
-def _quantized() -> tuple[bool, float]:
-    """Whether kept parameters are what reads give; the difference of unreduced gradients from those of one batch."""
+def _quantized() -> float:
+    """The difference of unreduced gradients from those of one batch."""
     torch.manual_seed(0)
     model: Any = Stack(1)
     fully_shard(model, mp_policy=MixedPrecision(gather_dtype=torch.int8))
     compiled: Any = torch.compile(model, backend="fsdp", options={"lower": "eager"})
     (batch,) = batches(1, 8)
     mine = batch.chunk(2)[dist.get_rank()]
-    with torch.no_grad():
-        plain = compiled(mine)
-        compiled.unshard()
-        kept = compiled(mine)
-        compiled.reshard()
     loss_of(compiled(mine)).backward()
     once = [p.grad.full_tensor() for p in model.parameters()]
     model.zero_grad()
@@ -239,11 +234,9 @@ def _quantized() -> tuple[bool, float]:
         (loss_of(compiled(first)) / 2).backward()
     (loss_of(compiled(second)) / 2).backward()
     pairs = zip(once, model.parameters(), strict=True)
-    return torch.equal(plain, kept), max((a - p.grad.full_tensor()).abs().max().item() for a, p in pairs)
+    return max((a - p.grad.full_tensor()).abs().max().item() for a, p in pairs)
 
 
 @pytest.mark.long
-def test_parameters_that_travel_in_8_bits_are_kept_as_they_are_read() -> None:
-    for same, difference in run_ranks(_quantized):
-        assert same
-        assert difference < CLOSE
+def test_gradients_accumulate_where_parameters_travel_in_8_bits() -> None:
+    assert max(run_ranks(_quantized)) < CLOSE

@@ -12,7 +12,6 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 from fsdp_compile import ConfigError, explain, fully_shard
 from fsdp_compile.cost.communicate import Kind
-from fsdp_compile.layout.spec import parse
 from tests import long
 from tests.fake_world import fake_world
 from tests.models.kinds import WIDTH, GraphBreaks, Stack, StackOfThree
@@ -106,20 +105,6 @@ def test_a_list_may_overtake_and_can_be_taken_back() -> None:
     assert _names(_starts(_step(model))[0]) == ["blocks.0", "blocks.1", "blocks.2", "(root)"]
 
 
-@pytest.mark.usefixtures("world")
-def test_a_list_that_is_set_before_the_model_is_sharded_names_units_as_the_model_does() -> None:
-    model: Any = StackOfThree()
-    for block in model.blocks:
-        fully_shard(block)
-    model.blocks[0].set_modules_to_forward_prefetch([model.blocks[2]])
-    fully_shard(model)
-    text = model.blocks[0].up.__dict__["_fsdp_state"].reads["weight"].text
-    assert parse(text).forward_prefetch == ("blocks.2",)
-    model.blocks[0].set_modules_to_forward_prefetch([model.blocks[2], model])
-    text = model.blocks[0].up.__dict__["_fsdp_state"].reads["weight"].text
-    assert parse(text).forward_prefetch == ("blocks.2", "(root)")
-
-
 def _before(model: Any) -> None:
     model.blocks[1].set_modules_to_forward_prefetch([model.blocks[0]])
 
@@ -147,21 +132,3 @@ def test_lists_that_cannot_be_followed_are_refused(
     with pytest.raises((BackendCompilerFailed, ConfigError), match=r"told to prefetch|only one can hold") as caught:
         _step(model, **options)
     assert says in str(caught.value)
-
-
-@pytest.mark.usefixtures("world")
-def test_wrong_lists_are_refused_with_what_to_write() -> None:
-    model: Any = StackOfThree()
-    _each_block(model)
-    block = model.blocks[0]
-    for modules, says in (
-        (model.blocks[1], "is no list"),
-        ([block], "cannot prefetch itself"),
-        ([block.up], "no module of this model"),
-        ([nn.Linear(1, 1)], "no module of this model"),
-        ([None], "no module of this model"),
-    ):
-        for method in (block.set_modules_to_forward_prefetch, block.set_modules_to_backward_prefetch):
-            with pytest.raises(ConfigError, match=says) as caught:
-                method(modules)
-            assert caught.value.instead

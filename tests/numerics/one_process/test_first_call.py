@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_compile import ConfigError, fully_shard
+from fsdp_compile import fully_shard
 from tests import long
 from tests.models.kinds import WIDTH, Slim, Stack
 from tests.numerics.one_process.pair import batches, loss_of
@@ -130,13 +130,6 @@ def _as_method(model: nn.Module, policy: MixedPrecisionPolicy) -> Callable[[torc
     return model
 
 
-def _as_function(model: nn.Module, policy: MixedPrecisionPolicy) -> Callable[[torch.Tensor], torch.Tensor]:
-    def call(x: torch.Tensor) -> torch.Tensor:
-        return model(x)
-
-    return torch.compile(call, backend="fsdp", options=_options(policy))
-
-
 def _sharded_before(model: nn.Module, policy: MixedPrecisionPolicy) -> Callable[[torch.Tensor], torch.Tensor]:
     return torch.compile(fully_shard(model, mp_policy=policy), backend="fsdp", options={"lower": "eager"})
 
@@ -153,13 +146,12 @@ def _outputs(make: Callable[[], nn.Module], policy: MixedPrecisionPolicy, form: 
 @long.parametrize(
     ("make", "policy", "form"),
     [
-        (Slim, HALF, _as_function),
-        (Slim, WIDE_OUTPUT, _as_function),
         (Slim, HALF, _as_module),
+        (Slim, WIDE_OUTPUT, _as_method),
         (Looked, WIDE_OUTPUT, _as_module),
         (Looked, HALF, _as_method),
     ],
-    always=[(Slim, HALF, _as_function)],
+    always=[(Slim, HALF, _as_module)],
 )
 def test_the_first_call_casts_as_those_after_it(
     make: Callable[[], nn.Module], policy: MixedPrecisionPolicy, form: Compile
@@ -167,20 +159,3 @@ def test_the_first_call_casts_as_those_after_it(
     mine = run_ranks(_outputs, make, policy, form)
     assert mine[0][0].dtype is (policy.output_dtype or torch.bfloat16)
     torch.testing.assert_close(mine, run_ranks(_outputs, make, policy, _sharded_before), rtol=0, atol=0)
-
-
-def _refused_then_sharded_before(make: Callable[[], nn.Module], policy: MixedPrecisionPolicy) -> list[torch.Tensor]:
-    """A model whose first call is refused, and then what the refusal says to write."""
-    with pytest.raises(ConfigError, match="first call had begun before it was sharded") as caught:
-        _outputs(make, policy, _as_method)
-    assert "fully_shard(model, mp_policy=...) before torch.compile" in str(caught.value)
-    return _outputs(make, policy, _sharded_before)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("make", "policy"), [(Stack, HALF), (Looked, WIDE_OUTPUT)])
-def test_a_first_call_that_would_not_be_cast_is_refused(
-    make: Callable[[], nn.Module], policy: MixedPrecisionPolicy
-) -> None:
-    followed = run_ranks(_refused_then_sharded_before, make, policy)
-    torch.testing.assert_close(followed, run_ranks(_outputs, make, policy, _as_module), rtol=0, atol=0)

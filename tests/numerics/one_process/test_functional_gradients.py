@@ -11,13 +11,12 @@ import torch
 from torch.autograd import functional
 
 from fsdp_compile import UnsupportedModelError, step_in_backward
-from tests import long
 from tests.beside import Beside, Run, close, loss_of
 from tests.models.outlines import Small
 from tests.ranks import run_ranks
 
 Model = Callable[[torch.Tensor], torch.Tensor]
-HOW: Final = pytest.mark.parametrize("how", [Run.PLAIN, Run.EAGER], ids=lambda how: how.value)
+HOW: Final = pytest.mark.parametrize("how", [Run.PLAIN, Run.SHARDED], ids=lambda how: how.value)
 
 
 def _input() -> torch.Tensor:
@@ -77,7 +76,7 @@ def _equal_one_process(how: Run) -> None:
     pair = Beside(Small, how)
     pair.compiled(_input())
     always = (_jacrev, _vjp, _loss_by_input, _jacobian, _by_inputs_alone, _batched, _vectorized)
-    for function in (*always, *((_hvp,) if how is Run.EAGER else ())):
+    for function in always:
         close(function(pair.compiled), function(pair.reference), function.__name__)
     assert [name for model in pair.both() for name, p in model.named_parameters() if p.grad is not None] == []
 
@@ -85,19 +84,6 @@ def _equal_one_process(how: Run) -> None:
 @HOW
 def test_gradients_by_inputs_are_those_of_one_process(how: Run) -> None:
     run_ranks(_equal_one_process, how)
-
-
-def _trained_through(how: Run) -> None:
-    pair = Beside(Small, how)
-    for model in (pair.compiled, pair.reference):
-        _jacrev(model).square().mean().backward()
-    pair.compare()
-
-
-# A plain model that `torch.func` calls first never reaches the backend, and its first backward is refused.
-@long.parametrize("how", [Run.SHARDED, Run.EAGER], always=[Run.SHARDED], ids=lambda how: how.value)
-def test_parameters_are_trained_through_a_jacobian(how: Run) -> None:
-    run_ranks(_trained_through, how)
 
 
 def _refused_when_compiled() -> None:

@@ -64,7 +64,7 @@ def test_sharing_collectives_changes_no_number(make: Callable[[], torch.nn.Modul
 
 def _hybrid() -> Differences:
     def shard(model: torch.nn.Module) -> None:
-        fully_shard(model, mesh=init_device_mesh("cpu", (2, 2)))
+        fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
 
     return train_pair(Slim, prepare=shard, options={"bucket_mb": 10}, clip=0.5)
 

@@ -188,8 +188,8 @@ def _in_eval() -> None:
     assert compiled.eval()(batch).dtype is torch.float32
     torch.testing.assert_close(compiled(batch), reference(batch), rtol=1e-6, atol=1e-6)
     assert model.seen == (torch.float32, torch.float32)
-    for name, value in model.named_buffers():
-        assert torch.equal(value, wanted[name]), "not rounded on the way"
+    for name, value in wanted.items():
+        assert torch.equal(model.state_dict()[name], value), "not rounded on the way"
     loss_of(compiled(batch)).backward()  # gradients in eval mode are those of full precision, too
     loss_of(reference(batch)).backward()
     for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
@@ -216,18 +216,17 @@ class _Half(nn.Module):
         return self.head(torch.tanh(self.b(torch.tanh(self.a(x))) * scale))
 
 
-EVALUATED: dict[str, tuple[Callable[[Any], Any], bool, bool]] = {
-    "all": (nn.Module.eval, True, False),
-    "all, updated in backward": (nn.Module.eval, True, True),
-    "all, not compiled, updated in backward": (nn.Module.eval, False, True),
-    "a part of a unit": (lambda model: model.b.eval(), True, False),
+EVALUATED: dict[str, tuple[Callable[[Any], Any], bool]] = {
+    "all": (nn.Module.eval, False),
+    "all, updated in backward": (nn.Module.eval, True),
+    "a part of a unit": (lambda model: model.b.eval(), False),
 }
-"""What is in eval mode, whether the model is compiled, and whether the optimizer steps in backward."""
+"""What is in eval mode, and whether the optimizer steps in backward."""
 
 
 def _accumulated_in_eval(name: str) -> tuple[int, bool]:
     """Updates under `no_sync`, and whether a gradient is in a parameter's `.grad` there, of training in eval mode."""
-    evaluate, compiles, in_backward = EVALUATED[name]
+    evaluate, in_backward = EVALUATED[name]
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     model: Any = _Half()
@@ -237,7 +236,7 @@ def _accumulated_in_eval(name: str) -> tuple[int, bool]:
     fully_shard([model.a, model.b], mp_policy=policy)
     fully_shard(model, mp_policy=policy)
     evaluate(model)
-    run = torch.compile(model, backend="fsdp", options={"lower": "eager"}) if compiles else model
+    run = torch.compile(model, backend="fsdp", options={"lower": "eager"})
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, alone)]
     if in_backward:
         step_in_backward(optimizers[0])
@@ -266,13 +265,13 @@ def test_gradients_accumulate_in_eval_mode_as_in_training(name: str) -> None:
     assert run_ranks(_accumulated_in_eval, name) == [(0, False)] * 2
 
 
-def _large_in_eval(compiles: bool) -> list[float]:  # noqa: FBT001
+def _large_in_eval() -> list[float]:
     """A gradient of three microbatches of 257, which bfloat16 rounds to 256, and one of 1."""
     model = nn.Linear(1, 4, bias=False)
     fully_shard(model, mp_policy=MixedPrecision(reduce_dtype=torch.float32, full_precision_in_eval=True))
     register_comm_hook(model, bf16_compress_hook)
     model.eval()
-    run: Any = torch.compile(model, backend="fsdp", options={"lower": "eager"}) if compiles else model
+    run: Any = torch.compile(model, backend="fsdp", options={"lower": "eager"})
     for value in (257.0, 257.0, 257.0):
         with no_sync(model):
             run(torch.full((1, 1), value)).sum().backward()
@@ -282,8 +281,7 @@ def _large_in_eval(compiles: bool) -> list[float]:  # noqa: FBT001
 
 
 def test_a_hook_compresses_no_sums_of_microbatches_in_eval_mode() -> None:
-    for compiles in (False, True):
-        assert run_ranks(_large_in_eval, compiles) == [[772.0] * 4] * 2
+    assert run_ranks(_large_in_eval) == [[772.0] * 4] * 2
 
 
 def _low_in_eval() -> torch.dtype:

@@ -60,7 +60,9 @@ def _by_policy(model: nn.Module) -> None:
 
 
 def _hybrid(model: nn.Module) -> None:
-    fully_shard(model, mesh=init_device_mesh("cpu", (2, dist.get_world_size() // 2)))
+    fully_shard(
+        model, mesh=init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+    )
 
 
 def _prepared(prepare: Callable[[nn.Module], None], make: Callable[[], nn.Module]) -> Differences:

@@ -110,7 +110,7 @@ def _train(model: Any, inputs: torch.Tensor, units: list[nn.Module]) -> list[str
     reference = copy.deepcopy(model)
     reference.alone = True
     for unit in (*units, model):
-        fully_shard(unit)
+        fully_shard(unit, reshard_after_forward=True)
     compiled = torch.compile(model, backend="fsdp", options={"lower": "eager", "bucket_mb": 0})
     saved = _Saved()
     for called in (compiled, reference):

@@ -11,10 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile import UnsupportedModelError, fully_shard
+from fsdp_compile import fully_shard
 from tests import long
-from tests.beside import Run, compile_eagerly
-from tests.fake_world import fake_world
+from tests.beside import compile_eagerly
 from tests.models.kinds import Slim
 from tests.numerics.one_process.pair import batches, gradient_difference
 from tests.ranks import run_ranks
@@ -82,38 +81,12 @@ def _outside_of_the_forward() -> float:
     torch.manual_seed(0)
     model = Slim()
     reference = copy.deepcopy(model)
-    fully_shard(model)
-    for each, x in ((model, batch.chunk(dist.get_world_size())[dist.get_rank()]), (reference, batch)):
+    mine = batch.chunk(dist.get_world_size())[dist.get_rank()]
+    for call, each, x in ((compile_eagerly(fully_shard(model)), model, mine), (reference, reference, batch)):
         penalty = torch.stack([p.square().sum() for p in each.parameters()]).sum()
         whole = penalty.full_tensor() if isinstance(penalty, DTensor) else penalty
-        (each(x).square().mean() + 0.1 * whole).backward()
+        (call(x).square().mean() + 0.1 * whole).backward()
     return gradient_difference(model, reference)
-
-
-@pytest.mark.parametrize("how", [Run.EAGER, Run.SHARDED])
-def test_a_penalty_of_shards_outside_of_the_forward_is_refused_in_backward(how: Run) -> None:
-    with fake_world(2):
-        model = fully_shard(Slim())
-        call = model if how is Run.EAGER else compile_eagerly(model)
-        (batch,) = batches(1, 2)
-        penalty = torch.stack([p.square().sum() for p in model.parameters()]).sum()
-        with pytest.raises(UnsupportedModelError, match=r"(?s)gradient of a DTensor.*penalty\.full_tensor"):
-            (call(batch).square().mean() + penalty).backward()
-
-
-def _unused_reads_beside_used_ones() -> None:
-    model = fully_shard(Slim())
-    (batch,) = batches(1, 2)
-
-    def loss(x: torch.Tensor) -> torch.Tensor:
-        return model(x).mean() + sum(p.square().sum() for n, p in model.named_parameters() if "bias" not in n)
-
-    compile_eagerly(loss)(batch).backward()
-
-
-def test_a_compiled_loss_that_python_runs_is_refused_in_backward() -> None:
-    with fake_world(2), pytest.raises(UnsupportedModelError, match="gradient of a DTensor"):
-        _unused_reads_beside_used_ones()
 
 
 def test_a_penalty_outside_of_the_forward_is_made_whole() -> None:

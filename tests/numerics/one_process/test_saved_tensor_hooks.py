@@ -1,23 +1,19 @@
-"""Hooks on saved tensors, as activation offloading has them, give backward copies of flat parameters."""
+"""Hooks on saved tensors, as activation offloading has them, see activations and no sharded parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
-from fsdp_compile import UnsupportedModelError, units
-from tests import long
+from fsdp_compile import units
 from tests.beside import Beside, Run, loss_of
 from tests.models.outlines import Small
 from tests.ranks import run_ranks
 
-HOW: Final = long.parametrize("how", [Run.SHARDED, Run.EAGER], always=[Run.SHARDED], ids=lambda how: how.value)
 Hooks = Callable[[], saved_tensors_hooks]
 
 
@@ -25,8 +21,8 @@ def _copying() -> saved_tensors_hooks:
     return saved_tensors_hooks(torch.clone, lambda t: t)
 
 
-def _rounding() -> saved_tensors_hooks:
-    return saved_tensors_hooks(lambda t: t * (1 + 1e-6), lambda t: t)
+def _changed(saved: torch.Tensor) -> torch.Tensor:
+    return saved * (1 + 1e-6)
 
 
 class _Branches(nn.Module):
@@ -54,9 +50,9 @@ def _step(pair: Beside, hooks: Hooks) -> None:
         optimizer.zero_grad()
 
 
-def _trained(how: Run) -> None:
+def _trained() -> None:
     for hooks in (_copying, save_on_cpu):
-        pair = Beside(_Branches, how)
+        pair = Beside(_Branches, Run.SHARDED)
         assert len(units(pair.model)) == 1
         pair.optimize(lambda p: torch.optim.AdamW(p, lr=0.1, eps=1e-3, weight_decay=0.5))
         for chosen in ("left", "right", "left"):
@@ -65,23 +61,23 @@ def _trained(how: Run) -> None:
         pair.compare()
 
 
-@HOW
-def test_parameters_that_are_left_out_have_no_gradient(how: Run) -> None:
-    run_ranks(_trained, how)
+def test_parameters_that_are_left_out_have_no_gradient() -> None:
+    run_ranks(_trained)
 
 
-def _other_values() -> None:
+def _unseen() -> None:
     pair = Beside(Small, Run.SHARDED)
+    packed: list[int] = []
+
+    def note(saved: torch.Tensor) -> torch.Tensor:
+        packed.append(saved.data_ptr())
+        return _changed(saved)
+
     pair.optimize(lambda p: torch.optim.SGD(p, lr=0.1))
-    with pytest.warns(UserWarning, match="other values than a flat parameter has"):
-        _step(pair, _rounding)
-    branches = Beside(_Branches, Run.SHARDED)
-    with _rounding():
-        loss = loss_of(branches.compiled(torch.ones(2, 6)))
-    with pytest.raises(UnsupportedModelError, match=r"(?s)cannot tell which parameters get no gradient.*save_on_cpu"):
-        loss.backward()
-    branches.compare()
+    _step(pair, lambda: saved_tensors_hooks(note, lambda t: t))
+    assert packed, "activations"
+    assert not {group.flat.data_ptr() for unit in units(pair.model) for group in unit.groups}.intersection(packed)
 
 
-def test_values_that_hooks_have_changed_are_refused_if_parameters_are_left_out() -> None:
-    run_ranks(_other_values)
+def test_hooks_do_not_see_sharded_parameters() -> None:
+    run_ranks(_unseen)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_compile import ConfigError, explain, fully_shard, units
+from fsdp_compile import explain, fully_shard, units
 from fsdp_compile._torch.distributed import resolve_group
 from fsdp_compile.comm.groups import rank_store
 from fsdp_compile.cost.communicate import Kind
@@ -44,7 +44,8 @@ def _trained(shape: tuple[int, ...], prefetch: object) -> _Trained:
     models: list[Any] = []
 
     def prepare(model: Any) -> None:
-        fully_shard(model, mesh=init_device_mesh("cpu", shape), separate_reduce_group=True)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+        fully_shard(model, mesh=mesh, separate_reduce_group=True)
         models.append(model)
 
     found = train_pair(Slim, prepare=prepare, options={"prefetch": prefetch})
@@ -93,9 +94,8 @@ def test_fsdp2s_method_switches_between_two_groups_that_are_made_once() -> None:
     model.blocks[0].set_separate_reduce_scatter_group(enable=False)
     assert _reduced_over(model) == {"fsdp.reduce.0", "fsdp.shard.0"}
     model.set_separate_reduce_scatter_group(enable=False)
-    assert {slot.spec.scatter_group for unit in units(model) for slot in unit.params} == {"fsdp.shard.0"}
-    with pytest.raises(ConfigError, match="is no flag"):
-        model.set_separate_reduce_scatter_group(1)
+    specs = [param.spec for unit in units(model) for group in unit.groups for param in group.params]
+    assert {spec.scatter_group for spec in specs} == {"fsdp.shard.0"}
 
 
 def test_a_plan_shows_two_queues_of_one_link() -> None:

@@ -83,12 +83,12 @@ def _one_unit(model: Words) -> None:
 
 
 def _replicated(model: Words) -> None:
-    fsdp_compile.fully_shard(model, mesh=init_device_mesh("cpu", (2, 2)))
+    fsdp_compile.fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
 
 
 def _in_backward(model: Words) -> None:
-    fsdp_compile.step_in_backward(torch.optim.SGD(model.parameters(), lr=0.1))
     fsdp_compile.fully_shard(model)
+    fsdp_compile.step_in_backward(torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def _frozen(model: Words) -> None:

@@ -16,7 +16,6 @@ from torch import nn, optim
 from torch.distributed.fsdp import OffloadPolicy
 
 from fsdp_compile import fully_shard, no_sync, step_in_backward
-from fsdp_compile.config.policy import Offload
 from tests import long
 from tests.delayed_copies import ON_SUCH_A_HOST, delayed_copies
 from tests.models.kinds import KINDS, Slim
@@ -39,7 +38,7 @@ class Case:
         strategy: Name in `STRATEGIES`.
         precision: Name in `PRECISIONS`.
         microbatches: Backwards per step, all but the last under `no_sync`.
-        options: Of the compile; `None` does not compile.
+        options: Of the compile.
         offload: As in `fully_shard`.
     """
 
@@ -48,8 +47,8 @@ class Case:
     strategy: str = "full"
     precision: str = "fp32"
     microbatches: int = 1
-    options: dict[str, Any] | None = dataclasses.field(default_factory=dict)
-    offload: OffloadPolicy | Offload = dataclasses.field(default_factory=OffloadPolicy)
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    offload: OffloadPolicy = dataclasses.field(default_factory=OffloadPolicy)
 
 
 @dataclasses.dataclass
@@ -72,13 +71,11 @@ def _train(case: Case, *, in_backward: bool) -> Trained:
     torch._dynamo.reset()  # all cases compile the same code
     torch.manual_seed(0)
     model = case.make()
+    fully_shard(model, mp_policy=PRECISIONS[case.precision], offload_policy=case.offload, **STRATEGIES[case.strategy]())
     optimizer = _optimizer(case, model)
     if in_backward:
         step_in_backward(optimizer)
-    fully_shard(model, mp_policy=PRECISIONS[case.precision], offload_policy=case.offload, **STRATEGIES[case.strategy]())
-    run: Callable[..., Any] = model
-    if case.options is not None:
-        run = torch.compile(model, backend="fsdp", options={"lower": "eager", **case.options})
+    run = torch.compile(model, backend="fsdp", options={"lower": "eager", **case.options})
     trained, is_backward = Trained(model), [False]
 
     def note(*_: Any) -> None:
@@ -155,7 +152,6 @@ REPLICAS = "replicas, mixed precision"
 NUMBERS = {
     "used twice": Case(KINDS["repeated"]),
     "partly eager": Case(KINDS["uncompiled"], kind=MOMENTUM),
-    "eager": Case(options=None, microbatches=2),
     "recomputed, kept": Case(KINDS["checkpointed"], kind=MOMENTUM, strategy="grad-op"),
     "tied, nothing ahead": Case(KINDS["tied"], kind=MOMENTUM, options={"prefetch": 0}),
     "replicas alone": Case(kind=MOMENTUM, strategy="no-shard"),
@@ -192,6 +188,7 @@ def _losses_added() -> float:
     torch.manual_seed(0)
     model = Slim()
     alone = copy.deepcopy(model)
+    fully_shard(model)
     optimizers = step_in_backward(MOMENTUM(model.parameters(), lr=RATE)), MOMENTUM(alone.parameters(), lr=RATE)
     run = torch.compile(model, backend="fsdp", options={"lower": "eager"})
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -199,6 +196,7 @@ def _losses_added() -> float:
         one, two = batches(2, 4 * world, seed=step)
         (loss_of(run(one.chunk(world)[rank])) + loss_of(run(two.chunk(world)[rank]))).backward()
         (loss_of(alone(one)) + loss_of(alone(two))).backward()
+        assert all(p.grad is None for p in model.parameters())
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile import fully_shard, no_sync, step_in_backward
+from fsdp_compile import ConfigError, fully_shard, no_sync, step_in_backward
 from tests.beside import close, compile_eagerly, loss_of
 from tests.ranks import run_ranks
 
@@ -87,7 +87,7 @@ def _penalty(model: nn.Module) -> torch.Tensor:
 
 def _penalized() -> None:
     model, reference, batch, mine = _models()
-    compiled = compile_eagerly(model)
+    compiled = compile_eagerly(fully_shard(model))
     for is_before in (True, False, True):
         model.zero_grad()
         reference.zero_grad()
@@ -333,9 +333,6 @@ def _left_out() -> None:
     assert reference.right.weight.grad is None
     _compare(model, reference)
     _compare(fsdp2, reference)
-    not_compiled = fully_shard(copy.deepcopy(Heads()))
-    loss_of(not_compiled(mine)[0]).backward()
-    assert not_compiled.right.weight.grad is None
 
 
 def test_a_head_that_the_forward_leaves_out_has_none_as_in_one_process() -> None:
@@ -463,3 +460,15 @@ def _beside_another_mesh() -> bool:
 def test_replicas_of_units_on_other_meshes_agree() -> None:
     """Units that share their replicas, and not their shard group, are not taken for each other."""
     assert run_ranks(_beside_another_mesh, world_size=4) == [True] * 4
+
+
+def _penalized_before() -> None:
+    model, _, _, mine = _models()
+    penalty = _penalty(model)
+    loss = _loss(*compile_eagerly(model)(mine))
+    with pytest.raises(ConfigError, match="from before the model was sharded"):
+        (loss + penalty).backward()
+
+
+def test_a_penalty_of_plain_parameters_is_refused_once_they_are_sharded() -> None:
+    run_ranks(_penalized_before)

@@ -39,44 +39,15 @@ def test_sharded_at_the_first_call(name: str) -> None:
 
 
 @pytest.mark.core
-@long.parametrize(
-    "name", [*LEFT_TO_PYTHON, "penalty-of-blocks", "channels-last"], always=["penalty-of-blocks", "recurrent-first"]
-)
+@long.parametrize("name", [*LEFT_TO_PYTHON, "penalty-of-blocks"], always=["penalty-of-blocks", "recurrent-first"])
 def test_sharded_before_the_compile(name: str) -> None:
     assert_equal_training(run_ranks(_kind, name, sharded_before=True))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["channels-last", "reads-of-another"])
+@pytest.mark.parametrize("name", ["reads-of-another"])
 def test_through_inductor(name: str) -> None:
     assert_equal_training(run_ranks(_kind, name, sharded_before=False, lower="inductor"))
-
-
-def _without_compile(name: str) -> float:
-    """The largest relative difference of a gradient between a sharded model that is not compiled and one process."""
-    torch.manual_seed(0)
-    model = KINDS[name]()
-    reference = copy.deepcopy(model)
-    fully_shard(model)
-    world, rank = dist.get_world_size(), dist.get_rank()
-    (batch,) = batches(1, 4 * world)
-    loss_of(model(batch.chunk(world)[rank])).backward()
-    loss_of(reference(batch)).backward()
-    pairs = zip(model.parameters(), reference.parameters(), strict=True)
-    return max(
-        ((p.grad.full_tensor() - q.grad).abs().max() / q.grad.abs().max()).item()  # type: ignore[union-attr]
-        for p, q in pairs
-        if q.grad is not None
-    )
-
-
-@long.parametrize(
-    "name",
-    ["recurrent", "penalty", "penalty-of-blocks", "own-forward", "channels-last"],
-    always=["penalty", "recurrent", "own-forward"],
-)
-def test_without_compile(name: str) -> None:
-    assert max(run_ranks(_without_compile, name)) < 1e-4
 
 
 class _OwnForwardAtTheTop(Stack):
@@ -92,12 +63,12 @@ class _OwnForwardAtTheTop(Stack):
         return x @ self.head.weight.t()
 
 
-def _own_forward_at_the_top(*, compiled: bool) -> float:
+def _own_forward_at_the_top() -> float:
     torch.manual_seed(0)
     model = _OwnForwardAtTheTop()
     reference = copy.deepcopy(model)
     fully_shard(model)
-    call = torch.compile(model, backend="fsdp", options={"lower": "eager"}) if compiled else model
+    call = torch.compile(model, backend="fsdp", options={"lower": "eager"})
     (batch,) = batches(1, 4)
     loss_of(call(batch)).backward()
     loss_of(reference(batch)).backward()
@@ -107,9 +78,8 @@ def _own_forward_at_the_top(*, compiled: bool) -> float:
     return (weight.full_tensor() - expected).abs().max().item()  # type: ignore[union-attr]
 
 
-@long.parametrize("compiled", [True, False], always=[False])
-def test_a_forward_of_the_instances_own(*, compiled: bool) -> None:
-    assert max(run_ranks(_own_forward_at_the_top, compiled=compiled)) < 1e-5
+def test_a_forward_of_the_instances_own() -> None:
+    assert max(run_ranks(_own_forward_at_the_top)) < 1e-5
 
 
 class _Slow(nn.Module):

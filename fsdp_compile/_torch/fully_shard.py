@@ -1,0 +1,466 @@
+"""Private names of torch's FSDP2: its states, parameter groups, parameters and hooks.
+
+    FSDPState            one call of `fully_shard`: its modules, policy, hooks, training state
+    FSDPParamGroup       the parameters of a call that are gathered together: mesh, flags of accumulation
+    FSDPParam            one parameter: its DTensor, its shard, and the modules that register it
+
+Everything that this package reads or changes of these objects it does here, in `fully_shard_params.py` (parameters)
+and in `fully_shard_calls.py` (calls of `fully_shard`); `fully_shard_names.py` lists the names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from fsdp_compile._torch.fully_shard_names import (
+    MANAGED,
+    ORIGINAL_PARAMS,
+    DefaultAllGather,
+    DefaultReduceScatter,
+    FSDPParamGroup,
+    FSDPState,
+    TrainingState,
+    _module_state_mapping,
+)
+from fsdp_compile._torch.fully_shard_params import TorchParam
+
+__all__ = ["MANAGED", "FSDPModule", "FSDPState", "TrainingState"]
+
+TorchGroup = Any
+"""A `FSDPParamGroup` of torch."""
+PreHook = Callable[[nn.Module, Any, Any], Any]
+PostHook = Callable[[nn.Module, Any, Any], Any]
+
+
+def state_of(module: nn.Module) -> FSDPState | None:
+    """FSDP2's state of a module that its `fully_shard` was called on."""
+    try:
+        found = fully_shard.state(module)  # type: ignore[attr-defined]
+    except (AssertionError, ValueError, AttributeError):
+        return None
+    return found if isinstance(found, FSDPState) else None
+
+
+def sharded_modules() -> list[nn.Module]:
+    """All modules of the process that FSDP2's `fully_shard` was called on."""
+    return [module for module in list(_module_state_mapping) if state_of(module) is not None]
+
+
+def lazy_init(state: FSDPState) -> None:
+    """Finishes FSDP2's initialization of the model whose root has this state, as its first forward does."""
+    state._lazy_init()
+
+
+def lazy_init_on_meta(state: FSDPState) -> None:
+    """`lazy_init` for a model of which no value is ever read: FSDP2 refuses parameters that are on meta."""
+    for group in groups_below(state._modules[0]):
+        group._validate_no_meta_params = group._validate_cpu_offload_params = lambda: None
+    state._lazy_init()
+
+
+def class_below(made: type) -> type:
+    """The user's class, from which FSDP2 has derived one for modules that `fully_shard` was called on."""
+    classes = made.__mro__
+    return classes[classes.index(FSDPModule) + 1] if FSDPModule in classes else made
+
+
+def states_of_model(state: FSDPState) -> list[FSDPState]:
+    """The states of the initialized model that a state belongs to, in the order of their modules."""
+    return list(state._state_ctx.all_states)
+
+
+def is_initialized(state: FSDPState) -> bool:
+    """Whether FSDP2's lazy initialization has run."""
+    return state._is_root is not None
+
+
+def is_root(state: FSDPState) -> bool:
+    """Whether an initialized state is that of its model's outermost module."""
+    return bool(state._is_root)
+
+
+def modules_of(state: FSDPState) -> tuple[nn.Module, ...]:
+    """The modules that one call of `fully_shard` was given."""
+    return tuple(state._modules)
+
+
+def groups_of(state: FSDPState) -> list[TorchGroup]:
+    """The parameter groups of a state: one, or one for each mesh; none if it has no parameters of its own."""
+    if has_group_lists():
+        return list(state._fsdp_param_groups)
+    only = state._fsdp_param_group  # up to torch 2.11
+    return [] if only is None else [only]
+
+
+def groups_below(module: nn.Module) -> list[TorchGroup]:
+    """The parameter groups of a module, and of those in it."""
+    states = dict.fromkeys(state for part in module.modules() if (state := state_of(part)) is not None)
+    return [group for state in states for group in groups_of(state)]
+
+
+@functools.cache
+def has_group_lists() -> bool:
+    """Whether a unit may have several parameter groups, as from torch 2.12 on."""
+    return hasattr(FSDPState(), "_fsdp_param_groups")
+
+
+def policy_of(state: FSDPState) -> Any:
+    """The `MixedPrecisionPolicy` of a state."""
+    return state._mp_policy
+
+
+OWN_SETTINGS, _COMM_HOOK = "_fsdp_compile_settings", "_fsdp_compile_comm_hook"
+"""Attributes of FSDP2's state that are this package's."""
+
+
+def own_setting(state: FSDPState, name: str, *, default: Any) -> Any:
+    """A setting of this package's `fully_shard` for which FSDP2 has no place."""
+    return getattr(getattr(state, OWN_SETTINGS, None), name, default)
+
+
+def comm_hook_of(state: FSDPState) -> Any:
+    """What `set_comm_hook` set, or `None`."""
+    return getattr(state, _COMM_HOOK, None)
+
+
+def set_comm_hook(state: FSDPState, hook: object) -> None:
+    """Keeps a communication hook of compiled steps as long as the state."""
+    setattr(state, _COMM_HOOK, hook)
+
+
+def prefetched(state: FSDPState) -> tuple[Sequence[FSDPState], Sequence[FSDPState]]:
+    """The states whose units are to be gathered early, where this one is used: in forward, and in backward."""
+    return state._states_to_forward_prefetch, state._states_to_backward_prefetch
+
+
+def training_state(state: FSDPState) -> TrainingState:
+    """Where a state is in its step."""
+    return state._training_state
+
+
+def is_last_backward(state: FSDPState) -> bool:
+    """Whether the next backward is the last one of a step (`set_is_last_backward`)."""
+    return bool(state._state_ctx.is_last_backward)
+
+
+def is_partly_run(state: FSDPState) -> bool:
+    """Whether some modules of a call on several have run in this forward, and others have not."""
+    return bool(state._modules_to_run_forward)
+
+
+def leave_forward(state: FSDPState) -> None:
+    """Ends a forward that FSDP2's pre-forward has begun, and whose unit it no longer gathers."""
+    state._training_state = TrainingState.IDLE
+    for group in groups_of(state):
+        group._training_state = TrainingState.IDLE
+    if state._state_ctx.iter_forward_root is state:
+        state._state_ctx.iter_forward_root = None
+
+
+def replace_hooks(state: FSDPState, pre: Callable[[PreHook], PreHook], post: Callable[[PostHook], PostHook]) -> None:
+    """Puts what `pre` and `post` make of them in the place of FSDP2's two forward hooks, in each module of a state."""
+    for module in state._modules:
+        for hooks, replaced in ((module._forward_pre_hooks, pre), (module._forward_hooks, post)):
+            every: dict[int, Any] = hooks
+            for key in [key for key, hook in every.items() if _belongs_to(hook, state)]:
+                every[key] = replaced(every[key])
+
+
+def _belongs_to(hook: Any, state: FSDPState) -> bool:
+    """Whether a hook is a bound method of a state, below any decorators."""
+    while True:
+        if getattr(hook, "__self__", None) is state:
+            return True
+        cells = getattr(hook, "__closure__", None) or ()
+        if any(getattr(cell.cell_contents, "__self__", None) is state for cell in cells):
+            return True
+        if not hasattr(hook, "__wrapped__"):
+            return False
+        hook = hook.__wrapped__
+
+
+def take_marks(module: nn.Module) -> bool:
+    """Removes FSDP2's marks for Dynamo from a module; returns whether there were any."""
+    marked = MANAGED in module.__dict__
+    for name in (MANAGED, ORIGINAL_PARAMS):
+        module.__dict__.pop(name, None)
+    return marked
+
+
+def set_class(module: nn.Module, made: type) -> None:
+    """Gives a module another class, of the same layout."""
+    module.__class__ = made
+
+
+class GroupObserver(Protocol):
+    """What is told of changes of a `FSDPParamGroup`."""
+
+    def settings_changed(self) -> None:
+        """A setting was changed by which gradients are reduced, or parameters are kept."""
+        ...
+
+    def post_backward(self, run: Callable[[], None]) -> None:
+        """FSDP2 is about to reduce or keep the gradients of units that its hooks have gathered: `run` does it."""
+        ...
+
+
+_SETTINGS = frozenset(
+    {
+        "reduce_grads",
+        "all_reduce_grads",
+        "gradient_divide_factor",
+        "force_sum_reduction_for_comms",
+        "post_forward_mesh_info",
+        "reshard_after_backward",
+        "_all_gather_comm",
+        "_reduce_scatter_comm",
+        "_all_reduce_hook",
+    }
+)
+"""Attributes that `set_*` methods of an `FSDPModule` change, and by which graphs differ."""
+
+
+class _ObservedGroup(FSDPParamGroup):
+    """A group of FSDP2 that tells an observer. Users and frameworks change settings in many ways, all of them here."""
+
+    _fsdp_compile_observer: GroupObserver
+    _fsdp_compile_asked: bool
+
+    @torch._dynamo.disable
+    def unshard(self, async_op: bool = False) -> None:  # noqa: FBT001, FBT002  torch's
+        # FSDP2 itself gathers in a forward or a backward, also when it prefetches.
+        if self._training_state is TrainingState.IDLE:
+            self._fsdp_compile_asked = True
+        super().unshard(async_op)
+
+    def _to_sharded(self) -> None:
+        self._fsdp_compile_asked = False
+        super()._to_sharded()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        changes = name in _SETTINGS and getattr(self, name) is not value
+        super().__setattr__(name, value)
+        if changes:
+            self._fsdp_compile_observer.settings_changed()
+
+    def _set_separate_reduce_scatter_group(self, *arguments: Any) -> None:
+        super()._set_separate_reduce_scatter_group(*arguments)
+        self._fsdp_compile_observer.settings_changed()
+
+    @torch._dynamo.disable
+    def post_backward(self, *unused: Any) -> None:
+        # At the end of a backward FSDP2 asks all groups; one that no hook has ever gathered has nothing to reduce.
+        if any(hasattr(param, "_unsharded_param") for param in self.fsdp_params):
+            self._fsdp_compile_observer.post_backward(lambda: FSDPParamGroup.post_backward(self, *unused))
+
+
+def observe(group: TorchGroup, observer: GroupObserver) -> None:
+    """Tells an observer of changes of a group, from now on."""
+    group._fsdp_compile_observer = observer
+    group._fsdp_compile_asked = False
+    group.__class__ = _ObservedGroup
+
+
+# Parameter groups.
+
+
+def params_of(group: TorchGroup) -> list[TorchParam]:
+    """The parameters of a group, in the order of registration."""
+    return list(group.fsdp_params)
+
+
+def mesh_of(group: TorchGroup) -> DeviceMesh:
+    """The data-parallel mesh of a group: the ranks of shards and of replicas, without tensor parallelism."""
+    mesh: DeviceMesh = group.mesh_info.mesh
+    return mesh
+
+
+def is_sharded(group: TorchGroup) -> bool:
+    """Whether the modules of a group have its sharded parameters registered."""
+    return bool(group.is_sharded)
+
+
+def is_being_gathered(group: TorchGroup) -> bool:
+    """Whether a gather of a group has begun, whose result nothing has waited for."""
+    return group._all_gather_result is not None
+
+
+def reshard(group: TorchGroup) -> None:
+    """Registers the sharded parameters of a group again, and frees the gathered ones."""
+    group.wait_for_unshard()
+    group._to_sharded()
+
+
+def is_gathered_by_user(group: TorchGroup) -> bool:
+    """Whether the user has called `unshard()`, and nothing has used or freed its result yet."""
+    return bool(group._fsdp_compile_asked)
+
+
+def take_gathered(group: TorchGroup) -> dict[int, torch.Tensor]:
+    """Takes the gathered parameters of a group away from FSDP2, which then has the sharded ones registered.
+
+    Returns:
+        By `id` of the parameter's object. None of an all-gather extension, whose result is the extension's own.
+    """
+    group.wait_for_unshard()
+    taken = {}
+    for param in group.fsdp_params:
+        if not param._unsharded_inner_tensors:
+            whole = param._unsharded_param.detach()
+            taken[id(param)] = whole._local_tensor if isinstance(whole, DTensor) else whole
+            forget_gathered(param)
+    group._to_sharded()
+    return taken
+
+
+def is_registered_by_torch(param: TorchParam, value: object) -> bool:
+    """Whether FSDP2 itself registers this value for a parameter: sharded, gathered, or the part kept for backward."""
+    own = (
+        param.sharded_param,
+        getattr(param, "_unsharded_param", None),
+        getattr(param, "_sharded_post_forward_param", None),
+    )
+    return value is not None and any(value is each for each in own)
+
+
+def follow_dtypes(group: TorchGroup) -> None:
+    """Makes FSDP2 gather and reduce the parameters of a group in dtypes that fit those which they have now."""
+    for param in group.fsdp_params:
+        forget_gathered(param)
+    group._init_mp_dtypes()
+
+
+def forget_gathered(param: TorchParam) -> None:
+    """Makes FSDP2 use new memory for a parameter when it next gathers it."""
+    param.all_gather_outputs = []
+    if hasattr(param, "_unsharded_param"):
+        del param._unsharded_param
+
+
+def divide_factor(group: TorchGroup) -> float | None:
+    """What collectives' sums of gradients are divided by; `None` where collectives average over all ranks."""
+    if group.gradient_divide_factor is None and group.force_sum_reduction_for_comms:
+        where = placement_of(group)
+        return float(where.size * where.replicas)
+    return group.gradient_divide_factor
+
+
+def reduces_unused(group: TorchGroup) -> bool:
+    """Whether parameters without a gradient get one of zeros (`set_reduce_scatter_unused_params`)."""
+    return bool(getattr(group, "reduce_scatter_unused_params", False))
+
+
+def has_extensions(group: TorchGroup) -> bool:
+    """Whether some shard is of a class that says how it is gathered (`fsdp_pre_all_gather`)."""
+    return any(hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather") for param in group.fsdp_params)
+
+
+def only_for_hooks(group: TorchGroup) -> str:
+    """What a user has set on a group that FSDP2's hooks can do alone; empty if nothing."""
+    if has_extensions(group):
+        return "fsdp_pre_all_gather() of the shards' class"
+    kinds = {type(group._all_gather_comm), type(group._reduce_scatter_comm)} - {DefaultAllGather, DefaultReduceScatter}
+    if kinds:
+        names = sorted(kind.__name__ for kind in kinds)
+        return f"{', '.join(names)} for communication (set_custom_all_gather() or the like)"
+    if group._all_reduce_hook is not None:
+        return "set_all_reduce_hook()"
+    return "" if group.reshard_after_backward else "set_reshard_after_backward(False)"
+
+
+def reduces(group: TorchGroup) -> bool:
+    """Whether backwards reduce the gradients of a group at all (`set_requires_gradient_sync`)."""
+    return bool(group.reduce_grads)
+
+
+def all_reduces(group: TorchGroup) -> bool:
+    """Whether backwards sum gradients over replicas (`set_requires_all_reduce`); True without replicas."""
+    return bool(group.all_reduce_grads) or not group._is_hsdp
+
+
+def has_partial_gradients(group: TorchGroup) -> bool:
+    """Whether gradients of FSDP2's wait for their sum over replicas."""
+    return group._partial_reduce_output is not None
+
+
+def reductions(group: TorchGroup) -> tuple[bool, bool]:
+    """Whether backwards reduce gradients over the shard group, and over replicas."""
+    return group.reduce_grads, group.all_reduce_grads
+
+
+def set_reductions(group: TorchGroup, flags: tuple[bool, bool]) -> None:
+    """Sets `reductions`, as `set_requires_gradient_sync` and `set_requires_all_reduce` do."""
+    group.reduce_grads, group.all_reduce_grads = flags
+
+
+def offloads(group: TorchGroup) -> bool:
+    """Whether shards and gradients of a group stay on the host."""
+    return any(param.offload_to_cpu for param in group.fsdp_params)
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """The ranks over which a group is sharded.
+
+    Attributes:
+        size: Ranks in the shard group.
+        rank: This rank's number in it.
+        group: Their process group; `None` if parameters are replicated only.
+        stride: Distance of neighbours in the world.
+        replicas: Ranks in the group of replicas, 1 if there are none.
+        replicate_group: Their process group.
+        replicate_stride: Distance of neighbours among replicas.
+        reshards: Whether parameters are freed between forward and backward.
+        post_forward_size: Neighbours that keep a part of each parameter for backward; 1 if none do.
+        post_forward_group: Their process group.
+        reduces_apart: Whether gradients are reduced in a group of their own (`set_separate_reduce_scatter_group`).
+    """
+
+    size: int
+    rank: int
+    group: dist.ProcessGroup | None
+    stride: int
+    replicas: int
+    replicate_group: dist.ProcessGroup | None
+    replicate_stride: int
+    reshards: bool
+    post_forward_size: int
+    post_forward_group: dist.ProcessGroup | None
+    reduces_apart: bool
+
+
+def placement_of(group: TorchGroup) -> Placement:
+    """The ranks over which a group is sharded, as FSDP2 has them now."""
+    info, after = group.mesh_info, group.post_forward_mesh_info
+    is_sharded = hasattr(info, "shard_mesh_size")
+    has_replicas = getattr(info, "replicate_mesh_size", 1) > 1
+    is_smaller = after is not None and is_sharded and after.shard_mesh_size < info.shard_mesh_size
+    return Placement(
+        size=info.shard_mesh_size if is_sharded else 1,
+        rank=info.shard_mesh_rank if is_sharded else 0,
+        group=info.shard_process_group if is_sharded else None,
+        stride=_stride(info.mesh, info.shard_mesh_dim) if is_sharded else 1,
+        replicas=info.replicate_mesh_size if has_replicas else 1,
+        replicate_group=info.replicate_process_group if has_replicas else None,
+        replicate_stride=_stride(info.mesh, info.replicate_mesh_dim) if has_replicas else 1,
+        reshards=after is not None,
+        post_forward_size=after.shard_mesh_size if is_smaller else 1,
+        post_forward_group=after.shard_process_group if is_smaller else None,
+        reduces_apart=getattr(info, "reduce_scatter_process_group", None) is not None,
+    )
+
+
+def _stride(mesh: DeviceMesh, dim: int | None) -> int:
+    ranks = mesh.mesh
+    dim = 0 if dim is None else dim
+    return int(ranks.diff(dim=dim).abs().max()) if ranks.size(dim) > 1 else 1

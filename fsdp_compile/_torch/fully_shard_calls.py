@@ -1,0 +1,242 @@
+"""Private names of torch's `fully_shard` (FSDP2) that choosing units and calling it needs."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+from fsdp_compile._torch.fully_shard import (
+    OWN_SETTINGS,
+    class_below,
+    groups_of,
+    has_group_lists,
+    reductions,
+    state_of,
+)
+from fsdp_compile._torch.fully_shard_names import (
+    REGISTRY_KEY,
+    STATE_KEY,
+    _fsdp_common,
+    _fsdp_init,
+    _module_state_mapping,
+)
+
+_NOTES = "_fsdp_compile_notes"
+"""Attribute of FSDP2's state of a module that is this package's."""
+_APPLIED: Any = inspect.unwrap(fully_shard)
+"""What torch keeps the state of a call of its `fully_shard` under."""
+_HOOKS_OF = ("torch.distributed.fsdp._fully_shard", "fsdp_compile.fsdp2")
+"""Modules of Python whose functions are FSDP2's hooks, or wrap these."""
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_load_state_dict_post_hooks")
+"""Attributes of a module: hooks that gather its parameters, or take them for sharded ones."""
+_PLACEMENT_RESULT: Any = getattr(_fsdp_common, "ShardPlacementResult", ())
+"""A placement with a mesh, which torch has from 2.12 on."""
+
+
+# What choosing units reads.
+
+
+def has_call(module: nn.Module) -> bool:
+    """Whether torch's `fully_shard` was called on a module."""
+    return state_of(module) is not None
+
+
+def is_closed(module: nn.Module) -> bool:
+    """Whether calls on modules around this one leave its parameters alone."""
+    return has_call(module) or not _fsdp_common._is_composable_with_fsdp(module)
+
+
+def is_replicated(module: nn.Module) -> bool:
+    """Whether composable `replicate` was applied to a module: the DDP in it is made in the first forward."""
+    return "replicate" in module.__dict__.get(REGISTRY_KEY, {})
+
+
+class ChosenMesh(NamedTuple):
+    """The placement that a `ShardPlacementResult` says, its mesh, and the dimension of that to shard over, if any.
+
+    If that mesh was made of a whole one, this and its `DataParallelMeshDims` too.
+    """
+
+    placement: object
+    mesh: Any
+    shard_dim: int | None
+    spmd_mesh: Any
+    dp_mesh_dims: Any
+
+
+def chosen_mesh(result: object) -> ChosenMesh | None:
+    """What a result of `shard_placement_fn` says of a mesh; `None` if it is no `ShardPlacementResult`."""
+    if not isinstance(result, _PLACEMENT_RESULT):
+        return None
+    of: Any = result
+    names = ("mesh", "shard_mesh_dim", "spmd_mesh", "dp_mesh_dims")
+    return ChosenMesh(of.placement, *(getattr(of.mesh_info, name, None) for name in names))
+
+
+# What the package keeps on FSDP2's state of a call.
+
+
+def set_settings(module: nn.Module, settings: object) -> None:
+    """Keeps settings of this package for the call on `module`."""
+    setattr(_state(module), OWN_SETTINGS, settings)
+
+
+def settings_of(module: nn.Module) -> Any:
+    """What `set_settings` kept for the call on `module`; `None` if nothing, or without a call."""
+    return getattr(state_of(module), OWN_SETTINGS, None)
+
+
+def set_note(module: nn.Module, note: object) -> None:
+    """Keeps one more object of this package as long as the call on `module`; `None` for none."""
+    setattr(_state(module), _NOTES, note)
+
+
+def note_of(module: nn.Module) -> Any:
+    """What `set_note` kept; `None` if nothing, or without a call."""
+    return getattr(state_of(module), _NOTES, None)
+
+
+# What a call makes beyond torch's own.
+
+
+def add_group(
+    modules: Sequence[nn.Module],
+    params: list[nn.Parameter],
+    *,
+    mesh: Any,
+    dp_mesh_dims: Any,
+    reshard_after_forward: bool | int | None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None,
+    mp_policy: Any,
+    offload_policy: Any,
+) -> None:
+    """Gives the call on `modules` one more parameter group, of parameters that it ignored."""
+    reshard = True if reshard_after_forward is None else reshard_after_forward
+    mesh_info: Any = _fsdp_init._get_mesh_info(mesh, dp_mesh_dims)
+    device = _fsdp_init._get_device_from_mesh(mesh)
+    _fsdp_init._move_states_to_device(params, [], device)
+    _fsdp_init._init_param_group(
+        _state(modules[0]),
+        params,
+        tuple(modules),
+        mesh_info,
+        _fsdp_init._get_post_forward_mesh_info(reshard, mesh_info),
+        device,
+        shard_placement_fn,
+        mp_policy,
+        offload_policy,
+        reshard_after_forward=reshard,
+    )
+
+
+def merge_calls(into: nn.Module, others: Iterable[nn.Module]) -> None:
+    """Makes the parameters of calls on `others`, which no forward has run yet, those of the call on `into`."""
+    target = _state(into)
+    for state in dict.fromkeys(_state(module) for module in others):
+        state._pre_forward_hook_handle.remove()
+        state._post_forward_hook_handle.remove()
+        for module in state._modules:
+            del _module_state_mapping[module]
+            del module.__dict__[STATE_KEY][_APPLIED]
+            del module.__dict__[REGISTRY_KEY][_APPLIED.__name__]
+            module.__class__ = class_below(type(module))
+        for group in groups_of(state):
+            same = next((each for each in groups_of(target) if _may_be_one(each, group)), None)
+            if same is not None:
+                same.fsdp_params.extend(group.fsdp_params)
+                continue
+            group.modules = target._modules
+            if has_group_lists():
+                target._fsdp_param_groups.append(group)
+            else:
+                target._fsdp_param_group = group
+
+
+def cast_inputs(module: nn.Module, *, casts: bool) -> None:
+    """Changes `MixedPrecisionPolicy.cast_forward_inputs` of the call on `module`."""
+    state = _state(module)
+    state._mp_policy = dataclasses.replace(state._mp_policy, cast_forward_inputs=casts)
+
+
+class Reduction(NamedTuple):
+    """How a unit's gradients are reduced now.
+
+    Attributes:
+        runs: Whether they are reduced over all dimensions of the mesh, or wait.
+        divide_by: What was set with `set_gradient_divide_factor`.
+    """
+
+    runs: bool
+    divide_by: float | None
+
+
+def reduction_of(module: nn.Module) -> Reduction | None:
+    """How the call on `module` reduces gradients; `None` if it has sharded no parameters."""
+    group = next(iter(groups_of(_state(module))), None)
+    return None if group is None else Reduction(all(reductions(group)), group.gradient_divide_factor)
+
+
+def is_offloaded(module: nn.Module) -> bool:
+    """Whether the call on `module` keeps shards on the host; not without a call."""
+    state = state_of(module)
+    return state is not None and any(isinstance(g.offload_policy, CPUOffloadPolicy) for g in groups_of(state))
+
+
+@contextlib.contextmanager
+def plain_class(module: nn.Module) -> Iterator[None]:
+    """A context in which methods that FSDP2 overrides, such as what `to_empty()` calls, are those of `nn.Module`."""
+    sharded = type(module)
+    module.__class__ = class_below(type(module))
+    try:
+        yield
+    finally:
+        module.__class__ = sharded
+
+
+def _state(module: nn.Module) -> Any:
+    state = state_of(module)
+    assert state is not None, type(module).__name__
+    return state
+
+
+def _may_be_one(first: Any, second: Any) -> bool:
+    trainable = [p.sharded_param for p in (*first.fsdp_params, *second.fsdp_params) if p.sharded_param.requires_grad]
+    return first.mesh_info == second.mesh_info and len({p.dtype for p in trainable}) <= 1
+
+
+# Whether forwards are FSDP2's.
+
+
+@contextlib.contextmanager
+def without_fsdp2_hooks(module: nn.Module) -> Iterator[None]:
+    """A context in which FSDP2 takes no part in forwards and loads of `module` and what is below it."""
+    stopped: list[tuple[Any, dict[int, Any]]] = []
+    for each in module.modules():
+        for hooks in (getattr(each, kind) for kind in _HOOKS):
+            if any(_is_of_fsdp2(hook) for hook in hooks.values()):
+                stopped.append((hooks, dict(hooks)))
+                for key in [key for key, hook in hooks.items() if _is_of_fsdp2(hook)]:
+                    del hooks[key]
+    try:
+        yield
+    finally:
+        for hooks, before in stopped:
+            inside = dict(hooks)
+            hooks.clear()  # the dict itself, which the handles of hooks refer to; in the order of before
+            hooks.update({key: hook for key, hook in before.items() if key in inside or _is_of_fsdp2(hook)} | inside)
+
+
+def _is_of_fsdp2(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith(_HOOKS_OF)
+
+
+def forward_in_progress(module: nn.Module) -> bool:
+    """Whether a forward of a model that `module` or one of its parts belongs to has begun, and not ended."""
+    states = (state for part in module.modules() if (state := state_of(part)) is not None)
+    return any(state._state_ctx.iter_forward_root is not None for state in states)

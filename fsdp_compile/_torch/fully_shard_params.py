@@ -1,0 +1,115 @@
+"""Private names of torch's FSDP2: one parameter, its DTensor, its shard, and the modules that register it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+TorchParam = Any
+"""A `FSDPParam` of torch."""
+
+
+def sharded_param(param: TorchParam) -> nn.Parameter:
+    """The DTensor parameter that users, optimizers and checkpoints see."""
+    found: nn.Parameter = param.sharded_param
+    return found
+
+
+def seen_params(params: Sequence[TorchParam]) -> list[tuple[int, int, bool]]:
+    """What differs once DTensor parameters were replaced, written to by `.data`, frozen or thawed.
+
+    Each forward asks: there is no call of Python for each parameter.
+    """
+    return [(id(p := each.sharded_param), id(p._local_tensor), p.requires_grad) for each in params]
+
+
+def shape_of(param: TorchParam) -> tuple[int, ...]:
+    """Shape of the gathered parameter; of this rank's part of it if it is a DTensor over other ranks, too."""
+    return tuple(param._orig_size)
+
+
+def padded_shape(param: TorchParam) -> tuple[int, ...]:
+    """Shape of this rank's shard with padding, the same on all ranks."""
+    return tuple(param.padded_sharded_param_size)
+
+
+def shard_dim(param: TorchParam) -> int:
+    """The dimension that is sharded."""
+    return int(param.fsdp_placement.dim)
+
+
+def shard_data(param: TorchParam) -> torch.Tensor:
+    """This rank's shard with padding, 1-D, as FSDP2 sends it."""
+    found: torch.Tensor = param._sharded_param_data
+    return found
+
+
+def set_shard_data(param: TorchParam, data: torch.Tensor) -> None:
+    """Replaces `shard_data`."""
+    param._sharded_param_data = data
+
+
+def pins_memory(param: TorchParam) -> bool:
+    """Whether the shard is in page-locked memory of the host."""
+    return bool(param.pin_memory)
+
+
+def unsharded_spec(param: TorchParam) -> Any:
+    """The `DTensorSpec` of the gathered parameter if that is a DTensor (tensor parallel), else `None`."""
+    if hasattr(param, "_unsharded_dtensor_spec"):
+        return param._unsharded_dtensor_spec
+    return getattr(param, "_tp_spec", None)  # up to torch 2.11
+
+
+def data_parallel_dims(param: TorchParam) -> frozenset[int]:
+    """The dimensions of the gathered DTensor's mesh that it is sharded and replicated over (`dp_mesh_dims`)."""
+    return getattr(param, "_dp_dim_indices", frozenset())
+
+
+def refs_of(param: TorchParam) -> list[tuple[nn.Module, str]]:
+    """The modules that register a parameter, with its name in each."""
+    info = param._module_info
+    return [
+        (info.module, info.param_name),
+        *zip(info.shared_modules, info.shared_param_names, strict=True),
+    ]
+
+
+def are_registered(params: Sequence[TorchParam]) -> bool:
+    """Whether modules have sharded parameters in all their places; as `seen_params`, in one call."""
+    for param in params:
+        info, sharded = param._module_info, param.sharded_param
+        if info.module._parameters.get(info.param_name) is not sharded:
+            return False
+        for module, name in zip(info.shared_modules, info.shared_param_names, strict=True):
+            if module._parameters.get(name) is not sharded:
+                return False
+    return True
+
+
+def take_unreduced_grad(param: TorchParam) -> torch.Tensor | None:
+    """This rank's part of the gradient that FSDP2 has accumulated without reducing it, which it forgets."""
+    grad = param.unsharded_accumulated_grad
+    if grad is not None:
+        _set_accumulated(param, None)
+    elif hasattr(param, "_unsharded_param"):
+        gathered = param._unsharded_param
+        grad, gathered.grad = gathered.grad, None
+    return None if grad is None else param._get_grad_inner_tensor(grad)
+
+
+def give_unreduced_grad(param: TorchParam, grad: torch.Tensor) -> None:
+    """Makes FSDP2 add an unreduced gradient to what it reduces next."""
+    known = param.unsharded_accumulated_grad
+    _set_accumulated(param, grad if known is None else known + grad)
+
+
+def _set_accumulated(param: TorchParam, grad: torch.Tensor | None) -> None:
+    if isinstance(getattr(type(param), "unsharded_accumulated_grad", None), property):
+        # Torch 2.15 accumulates in the gradient of the unsharded parameter itself.
+        param._unsharded_param.grad = grad
+    else:
+        param.unsharded_accumulated_grad = grad

@@ -1,0 +1,308 @@
+"""The one line on a plain model: it is sharded when its compiled form is called first, before anything of it runs.
+
+    compiled = torch.compile(model, backend="fsdp")    a forward pre-hook of `compiled`
+    model.compile(backend="fsdp")                      a forward pre-hook of `model`
+    torch.compile(function, backend="fsdp")            `function` may call such models; other plain ones are refused
+
+The hooks make no difference between what Dynamo compiles of a model and what it leaves to Python.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from fsdp_compile._torch import fully_shard as fsdp2
+from fsdp_compile._torch.autograd import outside_of_transforms
+from fsdp_compile._torch.compiled_modules import (
+    after_each_compile_of_a_module,
+    compile_around,
+    hooks_are_traced,
+    is_backend,
+)
+from fsdp_compile._torch.dynamo import (
+    FrameToCompile,
+    OptimizedModule,
+    call_of,
+    given_backend,
+    skip_code,
+)
+from fsdp_compile.capture.unaveraged import (
+    WRAPPERS,
+    ids_in,
+    places_of,
+    refuse,
+    refuse_plain_rest_of_optimizer,
+    refuse_wrapper_around,
+    sharded,
+    waiting,
+)
+from fsdp_compile.comm import alike
+from fsdp_compile.comm.groups import check_mesh, default_mesh
+from fsdp_compile.errors import ConfigError
+from fsdp_compile.fsdp2 import stale
+from fsdp_compile.fsdp2.accumulation import follow_no_sync
+from fsdp_compile.fsdp2.module_class import user_class
+from fsdp_compile.fsdp2.param_group import ParamGroup
+from fsdp_compile.fsdp2.shards import local_of
+from fsdp_compile.fsdp2.take_over import follow_changes, model_of, sharded_root, take_over
+from fsdp_compile.fsdp2.updates import update_as
+from fsdp_compile.options import FSDPOptions
+from fsdp_compile.sharding.fully_shard import fully_shard
+from fsdp_compile.sharding.params import refuse_params
+
+
+def watch(backend: Callable[..., Any]) -> None:
+    """Shards what is compiled for a backend at its first call; the backend's module calls this when it is imported."""
+
+    def wrapped(compiled: OptimizedModule, module: nn.Module) -> None:
+        _FirstCall(compiled, module, lambda: given_backend(compiled.dynamo_ctx).options)
+        if hooks_are_traced(module):
+            compiled.register_forward_pre_hook(follow_changes)
+
+    def in_place(module: nn.Module, arguments: Mapping[str, Any]) -> None:
+        _remove_hooks(module)
+        waiting.pop(module, None)
+        if is_backend(arguments.get("backend"), backend) and not arguments.get("disable"):
+            options = arguments.get("options")
+            compile_around(module, arguments, follow_changes)
+            _FirstCall(module, module, lambda: options, arguments)
+
+    after_each_compile_of_a_module(backend, wrapped, in_place)
+    stale.follow_optimizers()
+    register_module_module_registration_hook(refuse_wrapper_around)
+    register_optimizer_step_pre_hook(refuse_plain_rest_of_optimizer)
+
+
+class _FirstCall:
+    """A forward pre-hook of a compiled module, until it is called.
+
+    Args:
+        caller: What is called: the module, or what `torch.compile` has made of it.
+        module: The module.
+        options: Of the compile.
+        in_place: Arguments of `module.compile`.
+    """
+
+    def __init__(
+        self,
+        caller: nn.Module,
+        module: nn.Module,
+        options: Callable[[], Mapping[str, Any] | FSDPOptions | None],
+        in_place: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.caller, self.module = weakref.ref(caller), weakref.ref(module)
+        self.in_place = in_place
+        waiting.setdefault(module, options)
+        caller.register_forward_pre_hook(self, prepend=True, with_kwargs=True)
+
+    def __call__(self, caller: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Shards a module that is about to be called."""
+        if torch.compiler.is_compiling():  # a part of other compiled code, before which it was sharded
+            return None
+        # The call has taken its hooks already; here, since Dynamo does not watch what a disabled function calls.
+        for hook, takes_kwargs in _begin(self, caller):
+            if takes_kwargs:
+                args, kwargs = hook(caller, args, kwargs) or (args, kwargs)
+            elif (made := hook(caller, args)) is not None:
+                args = made if isinstance(made, tuple) else (made,)
+        return args, kwargs
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> _FirstCall:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What is loaded is not compiled, as with `torch.compile`, and has a hook that does nothing."""
+        return functools.partial, (no_hook,)
+
+
+def no_hook(_module: nn.Module, _args: Any, _kwargs: Any) -> None:
+    """Takes the place of a hook in a module that was pickled."""
+
+
+@torch.compiler.disable
+def _begin(hook: _FirstCall, caller: nn.Module) -> list[tuple[Callable[..., Any], bool]]:
+    """Shards a module at its first call; returns the pre-hooks that it has got, and whether they take keywords."""
+    module, before = hook.module(), set(caller._forward_pre_hooks)
+    if caller is hook.caller() and module is not None:
+        shard_now(module)
+        if hook.in_place is not None:  # `module.compile` has imported this package, and went on after it
+            compile_around(module, hook.in_place, follow_changes)
+    _remove_hooks(caller)
+    takes_kwargs = caller._forward_pre_hooks_with_kwargs
+    return [(each, key in takes_kwargs) for key, each in caller._forward_pre_hooks.items() if key not in before]
+
+
+def _remove_hooks(module: nn.Module) -> None:
+    for key in [key for key, hook in module._forward_pre_hooks.items() if isinstance(hook, _FirstCall)]:
+        del module._forward_pre_hooks[key]
+        module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+for _function in (_FirstCall.__call__, no_hook):
+    skip_code(_function.__code__)
+
+
+def shard_now(module: nn.Module) -> bool:
+    """Shards a compiled plain model that was not called yet, or the compiled one that it is a part of.
+
+    Returns:
+        Whether it was sharded: not if nobody has compiled it, or if it is sharded, or has no parameters.
+    """
+    if module not in waiting:
+        return False
+    # A wrapper of another data parallelism, whose call was refused, may not be collected yet.
+    around = [m for m in waiting if m is module or (module in set(m.modules()) and not isinstance(m, WRAPPERS))]
+    outermost = max(around, key=lambda other: len(list(other.modules())))
+    given = waiting[outermost]()
+    done = _shard(outermost, FSDPOptions.from_dict(given))
+    for part in outermost.modules():
+        waiting.pop(part, None)
+        _remove_hooks(part)
+    return done
+
+
+def modules_of(frame: FrameToCompile) -> list[nn.Module]:
+    """The modules that a frame holds, in containers, too, and those in attributes of other objects it names."""
+    held = [value.__self__ if isinstance(value, types.MethodType) else value for value in frame.held]
+    owners = [value for value in held if not isinstance(value, nn.Module) and hasattr(value, "__dict__")]
+    found: list[object] = [frame.starts]
+    for value in (*held, *(vars(owner)[name] for owner in owners for name in frame.names & vars(owner).keys())):
+        inside = value.values() if isinstance(value, dict) else value
+        found += inside if isinstance(value, dict | list | tuple) else [value]
+    return list(dict.fromkeys(value for value in found if isinstance(value, nn.Module)))
+
+
+def shard_in_frame(frame: FrameToCompile) -> None:
+    """Shards the compiled plain models that a frame may call, before Dynamo traces it."""
+    for held in modules_of(frame):
+        module = held._orig_mod if isinstance(held, OptimizedModule) else held
+        if module in waiting and shard_now(module) and (call := call_of(module)) is not None:
+            # `compiled.forward(x)`: hooks of the call itself have not run.
+            _refuse_missed_casts(module)
+            model = model_of(module)
+            for unit in [] if model is None else model.units:
+                if module in fsdp2.modules_of(unit.state):
+                    unit.defer(call)
+
+
+def _refuse_missed_casts(module: nn.Module) -> None:
+    state = fsdp2.state_of(module)
+    policy = None if state is None else fsdp2.policy_of(state)
+    if policy and ((policy.param_dtype and policy.cast_forward_inputs) or policy.output_dtype):
+        raise ConfigError(
+            "mixed precision casts what this module is called with or returns, and its call had begun before it was "
+            "sharded",
+            where=f"{type(module).__name__}.forward(), options={{'mp_policy': ...}}",
+            instead="call the compiled model itself, or fully_shard(model, mp_policy=...) before torch.compile",
+        )
+
+
+def _shard(module: nn.Module, options: FSDPOptions) -> bool:
+    if model_of(module) is not None or not any(True for _ in places_of(module)):
+        return False
+    if (part := next((m for m in module.modules() if m in sharded), None)) is not None:
+        raise ConfigError(
+            f"a part of the model, {user_class(part).__name__}, was sharded when it was called by itself",
+            where=type(module).__name__,
+            instead="compile the model before its parts are called, or call fully_shard(model) first",
+        )
+    if sharded_root(module) is not None:  # by the user, who has said what is sharded
+        return False
+    places = dict(places_of(module))
+    of_others = ids_in(fsdp2.sharded_modules())
+    common = [name for _, (name, p) in places.items() if id(p) in of_others]
+    if len(common) == len(places):  # a part of a sharded model
+        return False
+    if common:
+        raise ConfigError(
+            "it is a parameter of a model that is sharded, too, and FSDP2 gathers a parameter in one model",
+            where=f"{type(module).__name__}, {common[0]}",
+            instead="one module that has both models, compiled or given to fully_shard(); their forwards as methods "
+            "that its forward calls",
+        )
+    refuse_params(places.values())
+    refuse(module, places.values())
+    with outside_of_transforms(), torch.no_grad():
+        if not options.sync_module_states:
+            _compare_values(module, places.values(), options)
+        fully_shard(module, **options.sharding)
+        now = {old: owner._parameters[attribute] for (owner, attribute), (_, old) in places.items()}
+        successors = {old: new for old, new in now.items() if new is not old and new is not None}
+        for old, new in successors.items():
+            update_as(old, new)
+        state = sharded_root(module)
+        assert state is not None
+        take_over(state)
+        follow_no_sync(module)
+    stale.replace(successors)
+    sharded[module] = options.sharding
+    return True
+
+
+def _compare_values(module: nn.Module, named: Iterable[tuple[str, nn.Parameter]], options: FSDPOptions) -> None:
+    """Compares what ranks start with, once: each keeps its part of its own copy."""
+    # Other buffers are caches and the like, whose memory may be uninitialized.
+    saved = {
+        f"{path}.{name}".removeprefix("."): buffer
+        for path, owner in module.named_modules()
+        for name, buffer in owner._buffers.items()
+        if buffer is not None and name not in owner._non_persistent_buffers_set
+    }
+    values = dict(named) | saved
+
+    def sum_of_words(value: torch.Tensor) -> int:
+        octets = local_of(value).detach().reshape(-1).view(torch.uint8)
+        return int((octets.view(torch.int64) if octets.numel() % 8 == 0 else octets).sum())
+
+    mesh = default_mesh(next(iter(values.values())).device.type) if options.mesh is None else options.mesh
+    check_mesh(mesh)
+    if mesh.size() > 1:
+        alike.require(
+            {name: f"{tuple(value.shape)} with sum {sum_of_words(value)}" for name, value in values.items()},
+            [mesh.get_group(dim) for dim in range(mesh.ndim)],
+            torch.device(mesh.device_type),
+            what="values of a plain model, of which each would keep its part",
+            where=type(module).__name__,
+            instead="torch.manual_seed() with the same seed on every rank before the model is made, or the same "
+            "checkpoint on every rank; or options={'sync_module_states': True}, which takes the first rank's values, "
+            "as DDP does",
+        )
+
+
+def refuse_unused_sharding(inputs: Sequence[object], options: FSDPOptions) -> None:
+    """Refuses options for `fully_shard` where a model was sharded in another way: they would do nothing.
+
+    Raises:
+        ConfigError: With the name of such an option.
+    """
+    if not options.sharding:
+        return
+    for model in {group.unit.model: None for v in inputs if (group := ParamGroup.of(v)) is not None}:
+        made_with = sharded.get(model.root)
+        for name, value in options.sharding.items():
+            if made_with is None or name not in made_with or not _same(value, made_with[name]):
+                raise ConfigError(
+                    f"option {name!r} says how to shard, and the model was sharded before, without it or otherwise",
+                    where=f"options={{{name!r}: ...}}",
+                    instead=f"fully_shard(model, {name}=...) and no such option; or the same one in all compiles of a "
+                    "plain model, of which the first call shards it",
+                )
+
+
+def _same(one: object, other: object) -> bool:
+    """Whether two values of an option mean the same; wrap policies that are made anew are not equal to each other."""
+    if isinstance(one, functools.partial) and isinstance(other, functools.partial):
+        return (one.func, one.args, one.keywords) == (other.func, other.args, other.keywords)
+    if isinstance(one, ModuleWrapPolicy | CustomPolicy) and type(one) is type(other):
+        return vars(one) == vars(other)
+    return one == other

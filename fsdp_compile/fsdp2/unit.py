@@ -1,0 +1,426 @@
+"""Units: who gathers the parameters of one call of FSDP2's `fully_shard` in a forward.
+
+    forward                             who gathers           registered in the modules     classes of the modules
+    traced into a graph                 the graph             DTensors                      properties: markers
+    in Python, Dynamo watches           open: DEFERRED         DTensors                      properties
+      ... and Python reads a parameter  FSDP2's pre-forward   full parameters               the user's own
+    in Python, Dynamo does not watch    FSDP2's pre-forward   full parameters               the user's own
+
+Dynamo runs the hooks of the compiled root, and of a unit that is called behind a graph break, in Python, and then
+traces their forwards; until it has, it is open whether a graph will gather the unit. The class is what tells
+Dynamo who gathers: it guards on the type of each module anyway.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import weakref
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_compile._torch import fully_shard as fsdp2
+from fsdp_compile._torch import fully_shard_params as torch_params
+from fsdp_compile._torch.autograd import after_this_backward
+from fsdp_compile._torch.dynamo import call_of, is_on_stack, keep_sizes_fixed
+from fsdp_compile.errors import UnsupportedModelError
+from fsdp_compile.fsdp2.module_class import refresh_reads, set_flat
+from fsdp_compile.fsdp2.param_group import ParamGroup
+
+
+class Gatherer(enum.Enum):
+    """Who gathers a unit in the forward that runs."""
+
+    GRAPH = "graph"
+    DEFERRED = "deferred"
+    HOOKS = "hooks"
+
+
+class Model:
+    """What the units of one FSDP2 model share.
+
+    Attributes:
+        root: The module of FSDP2's root state.
+        units: In the order of FSDP2's states.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = weakref.ref(root)
+        self.units: list[Unit] = []
+        self._pending: set[ParamGroup] = set()
+        self._ends_with: set[int] = set()
+
+    @property
+    def root(self) -> nn.Module:
+        """The module of FSDP2's root state."""
+        root = self._root()
+        assert root is not None
+        return root
+
+    @property
+    def groups(self) -> list[ParamGroup]:
+        """The parameter groups of all units."""
+        return [group for unit in self.units for group in unit.groups]
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether any group has gradients that are not fully reduced."""
+        return bool(self._pending)
+
+    def note_pending(self, group: ParamGroup) -> None:
+        """Records that a group has gradients that are not fully reduced."""
+        self._pending.add(group)
+
+    def at_end_of_backward(self, task: int, group: ParamGroup) -> None:
+        """When a backward that reduces ends: reduces gradients that are left of earlier ones."""
+        if (self._pending or group.ends_backward) and task not in self._ends_with:
+            self._ends_with.add(task)
+            after_this_backward(lambda: self._end_backward(task))
+
+    def _end_backward(self, task: int) -> None:
+        self._ends_with.discard(task)
+        for group in self.groups:  # in the order that all ranks have
+            if group in self._pending:
+                group.pending.reduce_rest()
+                if not group.pending:
+                    self._pending.discard(group)
+            if group.ends_backward:
+                group.end_backward()
+
+
+class Unit:
+    """The parameters of one call of FSDP2's `fully_shard`: gathered, reduced and freed together.
+
+    Attributes:
+        model: The model that it is a part of.
+        state: FSDP2's.
+        title: Names of its modules, from the root of the model, which is "(root)".
+        groups: One for each FSDP2 group, dtype and trainability.
+        gatherer: Who gathers it in the forward that runs.
+        prefetched: Titles of the units that are to be gathered early where this one is used, in forward and backward.
+        only_hooks: What has been set on it that FSDP2's hooks can do alone: they gather it in all forwards. Or empty.
+        pre_hook: FSDP2's.
+        post_hook: FSDP2's.
+        compiled_regions: Its compiled graphs, by the parameter groups that they read; `lower` fills it.
+    """
+
+    pre_hook: fsdp2.PreHook
+    post_hook: fsdp2.PostHook
+
+    def __init__(self, model: Model, state: fsdp2.FSDPState, title: str) -> None:
+        self.model = model
+        self.state = state
+        self.title = title
+        self.groups: list[ParamGroup] = []
+        self.gatherer = Gatherer.GRAPH
+        self.only_hooks = self._only_hooks()
+        self.compiled_regions: dict[tuple[int, ...], Any] = {}
+        self._call: FrameType | None = None
+        self.prefetched: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+        self._holds_given = False
+        self._follows_hook = False
+        self._classes: list[tuple[weakref.ref[nn.Module], type, type]] = []
+
+    @functools.cached_property
+    def inner_units(self) -> list[Unit]:
+        """The units of the modules below its own."""
+        modules = {id(m) for module in fsdp2.modules_of(self.state) for m in module.modules()}
+        return [u for u in self.model.units if u is not self and id(fsdp2.modules_of(u.state)[0]) in modules]
+
+    def _only_hooks(self) -> str:
+        return next((why for group in fsdp2.groups_of(self.state) if (why := fsdp2.only_for_hooks(group))), "")
+
+    def make_groups(self, titles: dict[int, str]) -> None:
+        """Moves the shards of FSDP2's groups into flat buffers, but for tensors whose class says how they are sent."""
+        for of_torch in fsdp2.groups_of(self.state):
+            fsdp2.observe(of_torch, _Observer(self, of_torch))
+            if fsdp2.has_extensions(of_torch):
+                continue
+            kinds: dict[Any, list[torch_params.TorchParam]] = {}
+            for param in fsdp2.params_of(of_torch):
+                parameter = torch_params.sharded_param(param)
+                kinds.setdefault((parameter.dtype, parameter.requires_grad), []).append(param)
+            self.groups += [ParamGroup(self, of_torch, members, titles) for members in kinds.values()]
+
+    def settings_changed(self) -> None:
+        """Follows settings that users have changed on FSDP2's objects."""
+        self.only_hooks = self._only_hooks()
+        self._swap(self.gatherer)
+        self.refresh_specs()
+
+    def refresh_specs(self) -> None:
+        """Makes the next graphs read parameters as settings are now."""
+        for group in self.groups:
+            group.refresh_specs()
+            refresh_reads(group)
+
+    @property
+    def is_converted(self) -> bool:
+        """Whether its parameters have another dtype, or are on another device, since the last forward."""
+        return any(group.is_converted for group in self.groups)
+
+    def remake_groups(self, titles: dict[int, str]) -> None:
+        """Moves converted shards into flat buffers of their own dtype and device.
+
+        Raises:
+            UnsupportedModelError: If gradients wait for their reduction.
+        """
+        for group in self.groups:
+            if group.pending:
+                raise UnsupportedModelError(
+                    "parameters are converted while gradients of microbatches wait for their reduction",
+                    where=f"unit {self.title}",
+                    instead="convert the model between steps",
+                )
+            for param in group.params:
+                if param.is_moved:
+                    param.update_shard_data()
+        for of_torch in fsdp2.groups_of(self.state):
+            fsdp2.follow_dtypes(of_torch)
+        self.groups = []
+        self.make_groups(titles)
+
+    def set_classes(self, classes: Sequence[tuple[nn.Module, type, type]]) -> None:
+        """Sets, for each module that reads its parameters, the class while graphs gather, and while hooks do."""
+        self._classes = [(weakref.ref(module), traced, plain) for module, traced, plain in classes]
+        self._swap(Gatherer.GRAPH)
+
+    def _swap(self, gatherer: Gatherer) -> None:
+        self.gatherer = gatherer
+        for reference, traced, plain in self._classes:
+            module = reference()
+            if module is not None:
+                fsdp2.set_class(module, plain if gatherer is Gatherer.HOOKS or self.only_hooks else traced)
+
+    def defer(self, call: FrameType | None) -> None:
+        """Begins a call that Dynamo watches: a graph gathers the unit, or the first read in Python does."""
+        self.gatherer = Gatherer.DEFERRED
+        self._call = call
+        self.follow()
+
+    def continue_forward(self) -> None:
+        """After the model was taken over in the middle of a forward: leaves a call that FSDP2 has begun to graphs."""
+        if fsdp2.training_state(self.state) is not fsdp2.TrainingState.FORWARD:
+            return
+        fsdp2.leave_forward(self.state)
+        if self.only_hooks:
+            self.begin_hooks()
+            self.pre_forward(fsdp2.modules_of(self.state)[0], (), {})
+        else:
+            self.defer(next((call for m in fsdp2.modules_of(self.state) if (call := call_of(m)) is not None), None))
+
+    @property
+    def may_be_deferred(self) -> bool:
+        """Whether a call of it began in code that Dynamo watches."""
+        return self._call is not None
+
+    @property
+    def is_deferred(self) -> bool:
+        """Whether such a call runs: it may have raised, or may have begun before the model was taken over."""
+        if self.gatherer is Gatherer.DEFERRED and (self._call is None or not is_on_stack(self._call)):
+            self.gatherer, self._call = Gatherer.GRAPH, None
+        return self.gatherer is Gatherer.DEFERRED
+
+    @property
+    def is_called(self) -> bool:
+        """Whether a hook of it, or of its model, has followed parameters in Python for the forward that runs."""
+        root = self.model.units[0]
+        return Gatherer.HOOKS in (self.gatherer, root.gatherer) or self.is_deferred or root.is_deferred
+
+    def begin_hooks(self) -> None:
+        """Makes FSDP2's hooks gather the unit from here on."""
+        self._call = None
+        self.follow(by_hooks=True)
+        for group in self.groups:
+            group.pending.give_to_torch()
+            if torch.is_grad_enabled():
+                group.updates.begin_forward()
+        self._swap(Gatherer.HOOKS)
+
+    def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Runs FSDP2's pre-forward; values that `functional_call` has put in the place of parameters stay.
+
+        Raises:
+            UnsupportedModelError: If such a value is sharded.
+        """
+        given = self.given_values()
+        for reader, name, value in given:
+            if isinstance(value, DTensor) and all(
+                torch_params.unsharded_spec(p.of_torch) is None for g in self.groups for p in g.params
+            ):
+                raise UnsupportedModelError(
+                    "functional_call() is given a sharded value",
+                    where=f"{type(reader).__name__}.{name}",
+                    instead="full values: {name: p.full_tensor() for name, p in model.named_parameters()}",
+                )
+        absent = [(reader, name) for reader, name, _ in given if name not in reader._parameters]
+        self._holds_given, grad = bool(given), torch.is_grad_enabled()
+        # Later forwards write into the memory that FSDP2 gathers into first.
+        with torch.inference_mode(mode=False), torch.set_grad_enabled(grad):
+            made = self.pre_hook(module, args, kwargs)
+        for reader, name, value in given:
+            reader._parameters[name] = value  # type: ignore[assignment]
+        for reader, name in absent:  # a forward has deleted it, to put another tensor in its place
+            del reader._parameters[name]
+        return made
+
+    def given_values(self) -> list[tuple[nn.Module, str, object]]:
+        """What is registered for parameters of the unit in the place of what FSDP2 registers."""
+        return [
+            (module, name, value)
+            for group in self.groups
+            if not group.is_registered
+            for param in group.params
+            for module, name in param.refs
+            if not fsdp2.is_registered_by_torch(param.of_torch, value := module._parameters.get(name))
+        ]
+
+    def gather_given(self) -> bool:
+        """Gathers the unit by FSDP2's hooks if `functional_call` has put values in the place of its parameters.
+
+        Graphs would ignore them. Returns whether it has.
+        """
+        if self.gatherer is Gatherer.HOOKS or self.only_hooks or not self.given_values():
+            return False
+        self.begin_hooks()
+        self.pre_forward(fsdp2.modules_of(self.state)[0], (), {})
+        return True
+
+    def end_given(self, output: Any) -> Any:
+        """Ends a forward of which only the beginning has run FSDP2's hooks, with the output of the outermost module."""
+        if self._holds_given and self.gatherer is Gatherer.HOOKS:
+            output = self.post_hook(fsdp2.modules_of(self.state)[0], (), output)
+            self.end_hooks()
+        return output
+
+    def end_hooks(self) -> None:
+        """Ends a forward in which FSDP2's hooks have gathered the unit."""
+        self._holds_given = False
+        if not fsdp2.is_partly_run(self.state):
+            self._swap(Gatherer.GRAPH)
+
+    def end_deferred(self) -> None:
+        """Ends a call in which Python has read no parameter of the unit."""
+        self.gatherer, self._call = Gatherer.GRAPH, None
+
+    def gather_late(self, module: nn.Module) -> None:
+        """Runs FSDP2's pre-forward for a unit that Python reads in a forward which Dynamo was to compile."""
+        if self.is_deferred:
+            self.begin_hooks()
+            self.pre_forward(module, (), {})
+
+    def follow_prefetch(self) -> None:
+        """Makes the next graphs start all-gathers early as the user's lists of modules say."""
+        forward, backward = fsdp2.prefetched(self.state)
+        if not (forward or backward) and self.prefetched == ((), ()):
+            return
+        titles = {unit.state: unit.title for unit in self.model.units}
+        now = (
+            tuple(titles[state] for state in forward if state in titles),
+            tuple(titles[state] for state in backward if state in titles),
+        )
+        if now != self.prefetched:
+            self.prefetched = now
+            self.refresh_specs()
+
+    def follow(self, *, by_hooks: bool = False) -> None:
+        """Before a forward: follows what users have done with parameters since the last one.
+
+        They may have converted, replaced, frozen, thawed or gathered them.
+
+        Args:
+            by_hooks: Whether FSDP2's hooks are about to gather the unit.
+        """
+        self._follows_hook = True
+        self.follow_prefetch()
+        if self.gatherer is not Gatherer.HOOKS and not self.only_hooks:
+            self._follow_gathered(by_hooks=by_hooks)
+            for group in () if by_hooks else self.groups:
+                group.pending.refuse_partial_of_torch()
+        for group in self.groups:
+            if group.follow_parameters():
+                set_flat(group)
+                refresh_reads(group)
+
+    def _follow_gathered(self, *, by_hooks: bool) -> None:
+        for of_torch in fsdp2.groups_of(self.state):
+            if not fsdp2.is_gathered_by_user(of_torch):
+                # FSDP2 leaves units gathered that it does not free after forward, if no backward followed. What its
+                # hooks have begun to gather ahead would be of old parameters when they use it in a later step.
+                if not fsdp2.is_sharded(of_torch) or (not by_hooks and fsdp2.is_being_gathered(of_torch)):
+                    fsdp2.reshard(of_torch)
+            elif not by_hooks:
+                taken = fsdp2.take_gathered(of_torch)
+                for group in self.groups:
+                    if group.of_torch is of_torch:
+                        own = {p.spec.offset: taken[id(p.of_torch)] for p in group.params if id(p.of_torch) in taken}
+                        self._set_gathered(group, own)
+        if by_hooks:
+            self.forget_gathered()
+
+    def begin_graph(self) -> None:
+        """Before a graph that gathers the unit, or has taken what the user has gathered.
+
+        A compiled function calls no hook before it.
+        """
+        self.forget_gathered()
+        if self._follows_hook or self.gatherer is Gatherer.HOOKS:
+            self._follows_hook = False
+            return
+        for of_torch in fsdp2.groups_of(self.state):
+            if not fsdp2.is_sharded(of_torch) or fsdp2.is_being_gathered(of_torch):
+                fsdp2.reshard(of_torch)
+        if any(group.is_changed for group in self.groups):
+            raise UnsupportedModelError(
+                "parameters were converted, replaced, frozen or thawed since the last call of a compiled function",
+                where=f"unit {self.title}",
+                instead="torch.compile(model) in the place of a compiled function, or one uncompiled forward of the "
+                "model after the change",
+            )
+
+    def forget_gathered(self) -> None:
+        """Frees full parameters that the user has gathered for the forward that ran."""
+        for group in self.groups:
+            if group.gathered:
+                self._set_gathered(group, {})
+
+    def _set_gathered(self, group: ParamGroup, full: dict[int, torch.Tensor]) -> None:
+        for tensor in full.values():
+            keep_sizes_fixed(tensor)
+        group.gathered = full
+        refresh_reads(group)
+
+
+class _Observer:
+    """Follows what users change on one of FSDP2's groups, and takes its unreduced gradients back."""
+
+    def __init__(self, unit: Unit, of_torch: fsdp2.TorchGroup) -> None:
+        self._unit = weakref.ref(unit)
+        self._of_torch = weakref.ref(of_torch)
+
+    def _groups(self) -> list[ParamGroup]:
+        unit, of_torch = self._unit(), self._of_torch()
+        return [] if unit is None else [group for group in unit.groups if group.of_torch is of_torch]
+
+    def settings_changed(self) -> None:
+        unit = self._unit()
+        if unit is not None:
+            unit.settings_changed()
+
+    def post_backward(self, run: Any) -> None:
+        for group in self._groups():
+            group.updates.begin_backward()
+            if fsdp2.reduces(group.of_torch):  # what came since the forward; schedules of pipelines call this alone
+                group.pending.give_to_torch()
+        run()
+        of_torch = self._of_torch()
+        if of_torch is not None and not fsdp2.reduces(of_torch):
+            for group in self._groups():
+                if group.is_trainable:
+                    group.pending.take_from_torch()
+                    refresh_reads(group)

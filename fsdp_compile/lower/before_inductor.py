@@ -1,0 +1,112 @@
+"""Changes to a planned graph without which Inductor's code would be slower, or communicate later than planned.
+
+`keep_matmuls`: Inductor joins a matmul with an addition further below. The gradient of a tied embedding is such a sum.
+
+    planned    start of a gather, %m = mm, wait, %n = mm(wait), %sum = %n + %m
+    without    start of a gather, wait, %n = mm(wait), %sum = addmm(%n, ...)      nothing hides the gather
+
+`write_before_waits`: Inductor casts where the cast is first read. The gradient of an embedding is cast by itself, and
+as large as its table.
+
+    planned    %sent = cast(%gradient), wait of another reduction, start of the reduction of %sent
+    without    wait of another reduction, cast, start of the reduction, which is late
+
+`open_dequantize`: as an operator, `dequantize` is several kernels, each of which writes its result to memory, in
+float32 four times of what was sent: 19 bytes of traffic per element, and 3 as one kernel.
+
+    %full = fsdp_compile.dequantize(%gathered, %scales, ...)   ->   views of both, cast, mul, cast
+"""
+
+from __future__ import annotations
+
+from bisect import bisect
+from itertools import accumulate
+from typing import cast
+
+import torch
+from torch import fx
+
+from fsdp_compile._torch.distributed import collectives
+from fsdp_compile.cost.fusion import WRITTEN, shares_memory
+from fsdp_compile.ir.edit import GraphBuilder
+from fsdp_compile.ir.graph import Role, require, role_of
+from fsdp_compile.layout.messages import cast as cast_to
+from fsdp_compile.layout.messages import view
+from fsdp_compile.layout.wire_formats import FORMATS
+from fsdp_compile.lower.written_order import has_a_place
+from fsdp_compile.ops.quantize import DEQUANTIZE
+
+aten = torch.ops.aten
+_CAST = torch.ops.prims.convert_element_type.default
+_ONE_BY_ONE = (_CAST, aten.div.Tensor, aten.mul.Tensor)
+_STARTS = (Role.GATHER, Role.REDUCE, Role.REPLICATE)
+
+
+def keep_matmuls(graph: fx.Graph) -> None:
+    """Puts two transpositions, which cost nothing, behind each matmul that must not move to the addition of its result.
+
+    Those move past no other call, a matmul that is added to them aside, are left to Inductor.
+    """
+    nodes = list(graph.nodes)
+    place = {node: i for i, node in enumerate(nodes)}
+    calls = list(accumulate(has_a_place(node) for node in nodes))  # how many there are up to each node
+    for matmul in graph.find_nodes(op="call_function", target=aten.mm.default):
+        users = list(matmul.users)
+        if len(users) != 1 or users[0].target is not aten.add.Tensor:
+            continue
+        [add] = users
+        added = [node for node in add.all_input_nodes if node.target is aten.mm.default and place[node] > place[matmul]]
+        if calls[place[add]] - calls[place[matmul]] > len(added):
+            with graph.inserting_before(add):
+                add.replace_input_with(matmul, _transposed(_transposed(matmul)))
+
+
+def _transposed(matrix: fx.Node) -> fx.Node:
+    transposed = matrix.graph.call_function(aten.permute.default, (matrix, [1, 0]))
+    transposed.meta["val"] = matrix.meta["val"].t()
+    return transposed
+
+
+def write_before_waits(graph: fx.Graph) -> None:
+    """Marks casts of messages that are to be computed before a wait; those that would take more memory are left."""
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    waits = [i for node, i in place.items() if node.target is collectives.wait_tensor.default]
+    for start, started in place.items():
+        if role_of(start) in _STARTS:
+            for message in start.all_input_nodes:
+                sent = _behind_views(message)
+                waited = bisect(waits, started) - bisect(waits, place[sent])
+                if sent.target is _CAST and waited and _bytes(sent) <= _bytes(_source(sent)):
+                    sent.meta[WRITTEN] = True
+
+
+def _behind_views(node: fx.Node) -> fx.Node:
+    """The node whose memory a view shows."""
+    while node.op == "call_function" and shares_memory(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """The value in memory that a cast is computed from."""
+    while node.target in _ONE_BY_ONE and len(node.all_input_nodes) == 1:
+        node = _behind_views(node.all_input_nodes[0])
+    return node
+
+
+def _bytes(node: fx.Node) -> int:
+    value: torch.Tensor = node.meta["val"]
+    return value.numel() * value.element_size()
+
+
+def open_dequantize(graph: fx.Graph) -> None:
+    """Replaces the operator wherever it is in a graph; the bits are the same."""
+    for node in graph.find_nodes(op="call_function", target=DEQUANTIZE):
+        gathered, scales = node.all_input_nodes
+        wire, size, dtype = cast(tuple[str, int, torch.dtype], node.args[2:])
+        with graph.inserting_before(node):
+            b = GraphBuilder(graph, require(node), node)
+            full = cast_to(b, FORMATS[wire].decoded(b, gathered, scales, size), dtype)
+            full.meta[WRITTEN] = True  # in its place, as the operator, and once for all readers
+            node.replace_all_uses_with(view(b, full, [b.value(full).numel()]))
+        graph.erase_node(node)

@@ -1,0 +1,269 @@
+"""What runs before and after a compiled graph in each step: one object, which looks its parameter groups up once.
+
+It is plain data, which is stored beside the code of the graph. `entered` is around both graphs of a region.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, TypeAlias
+
+import torch
+
+from fsdp_compile._torch.autograd import backward_in_progress, below_autograd, leave_unused_undefined
+from fsdp_compile._torch.tensors import is_batched, join_batch, note_gathered, split_batch
+from fsdp_compile.comm.failures import refuse_lost_ranks
+from fsdp_compile.errors import UnsupportedModelError
+from fsdp_compile.fsdp2 import edge
+from fsdp_compile.fsdp2.buffers import CastBuffer
+from fsdp_compile.fsdp2.param_group import ParamGroup
+from fsdp_compile.ir.graph import Phase, Record, Role, StepGraph, require, role_of
+from fsdp_compile.ir.queries import flat_of
+from fsdp_compile.layout.spec import GradPlacement, Update
+from fsdp_compile.lower.communicating_calls import CommunicatingCall, communicating_calls, failed_wait, ranges
+from fsdp_compile.lower.gradient_outputs import GradOutput, grad_outputs
+from fsdp_compile.lower.unused_outputs import Sources, UnusedOutputs, tangents_of
+
+Compiled = Callable[[list[Any]], Any]
+Groups: TypeAlias = Mapping[int, ParamGroup]
+"""The parameter groups of one run of a graph, by the positions of their flat tensors."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledStep:
+    """What a compiled graph needs to know of FSDP; positions are those of its inputs.
+
+    Attributes:
+        phase: Forward or backward.
+        flats: Positions of the flat tensors, and the titles of their units in the graph.
+        calls: Those that communicate.
+        counted: Flat tensors that are updated in backward, and that both graphs of the region read.
+        grads: Of a backward: the gradients that it makes.
+        tangents: Of a backward: positions of the gradients of outputs.
+        unused: Of a backward: how it finds outputs that no rank uses, if that makes a difference.
+        host_copies_from: Type of the device from which it copies gradients to the host; empty if it copies none.
+        has_updates: Whether it runs optimizers, which may need autograd.
+    """
+
+    phase: Phase
+    flats: Mapping[int, str]
+    calls: tuple[CommunicatingCall, ...]
+    counted: tuple[int, ...]
+    grads: tuple[GradOutput, ...]
+    tangents: tuple[int, ...]
+    unused: UnusedOutputs | None
+    host_copies_from: str
+    has_updates: bool
+
+    @staticmethod
+    def of(step: StepGraph, again: Collection[Hashable] = (), sources: Sources | None = None) -> CompiledStep:
+        """Reads a transformed graph.
+
+        Args:
+            step: The graph, with its markers.
+            again: What `read_again` found in its region.
+            sources: Of a backward whose gradients are not all computed from the same outputs' gradients.
+        """
+        is_forward = step.phase is Phase.FORWARD
+        flats = _flats_of(step)
+        return CompiledStep(
+            phase=step.phase,
+            flats={i: record.unit for i, record in flats.items()},
+            calls=communicating_calls(step),
+            counted=tuple(i for i, record in flats.items() if flat_of(record) in again),
+            grads=() if is_forward else tuple(grad_outputs(step)),
+            tangents=() if is_forward else tuple(tangents_of(step)),
+            unused=None if sources is None else UnusedOutputs.of(step, sources),
+            host_copies_from=next((require(node).specs[0].compute for node in step.nodes(Role.OFFLOAD_OUT)), ""),
+            has_updates=any(True for _ in step.nodes(Role.UPDATE)),
+        )
+
+    def around(self, compiled: Compiled) -> Compiled:
+        """What runs in the place of the compiled graph."""
+
+        def run(args: list[Any]) -> Any:
+            batched = [i for i in self.tangents if isinstance(args[i], torch.Tensor) and is_batched(args[i])]
+            if batched:
+                return self._one_by_one(run, args, batched)
+            groups, produced = self.before(args)
+            names = {self.flats[at]: group.unit.title for at, group in groups.items()}
+            # Derivatives of collectives are written in Python, and would run at each call to no purpose.
+            with nullcontext() if self.has_updates else below_autograd(), ranges(self.calls, names):
+                try:
+                    outputs = compiled(args)
+                except RuntimeError as error:
+                    self._refuse_lost_ranks(error, names)
+                    raise
+            self.after(groups, produced)
+            return outputs
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    def before(self, args: list[Any]) -> tuple[Groups, list[Collection[int]]]:
+        """Puts pending gradients, and zeros for outputs that are not used, in the place of what stands for them.
+
+        Returns:
+            The parameter groups, and the offsets of the parameters of each of `grads` that get gradients.
+        """
+        groups = {at: group for at in self.flats if (group := ParamGroup.of(args[at])) is not None}
+        if self.phase is Phase.FORWARD:
+            for unit in {group.unit for group in groups.values()}:
+                unit.begin_graph()
+        for at in self.counted:
+            if at in groups:
+                (
+                    groups[at].updates.begin_forward
+                    if self.phase is Phase.FORWARD
+                    else groups[at].updates.begin_backward
+                )()
+        for each in self.grads:
+            _refuse_copy(each, groups.get(each.flat))
+        waiting = {each.flat: self._take(args, each, groups.get(each.flat)) for each in self.grads}
+        unused: Mapping[int, Collection[int]] = {}
+        if self.unused is not None:
+            ranks = {
+                each.flat: _ranks_that_reduce(groups[each.flat], each.grad_placement)
+                for each in self.grads
+                if each.flat in groups and each.flat in self.unused.sources
+            }
+            unused = self.unused.find(args, ranks, waiting)
+        produced: list[Collection[int]] = [
+            set(each.offsets).difference(unused.get(each.flat, ())) for each in self.grads
+        ]
+        for each, offsets in zip(self.grads, produced, strict=True):
+            if each.flat in groups and each.update is Update.IN_BACKWARD:
+                groups[each.flat].updates.chosen = edge.accumulated(groups[each.flat]).intersection(offsets)
+        return groups, produced
+
+    def _take(self, args: list[Any], each: GradOutput, group: ParamGroup | None) -> Collection[int]:
+        """Takes pending gradients; returns the offsets of the parameters that have any."""
+        waiting = set[int]()
+        ends = each.grad_placement is not GradPlacement.UNREDUCED
+        asks = group is not None and ends and (group.unit.model.has_pending or group.ends_backward)
+        accumulated = edge.accumulated(group).intersection(each.offsets) if asks and group is not None else set[int]()
+        for at, placement in (
+            (each.unsharded_accumulated_grad, GradPlacement.UNREDUCED),
+            (each.partial_reduce_output, GradPlacement.REDUCE_SCATTERED),
+        ):
+            if at is not None and accumulated:
+                assert group is not None
+                waiting |= group.pending.offsets(placement) & accumulated
+                args[at] = group.pending.take(placement, accumulated)
+            elif at is not None:
+                args[at] = torch.zeros(args[at].shape, dtype=args[at].dtype, device=args[at].device)
+        if group is not None and accumulated:
+            group.unit.model.at_end_of_backward(backward_in_progress(), group)
+        return waiting
+
+    def after(self, groups: Groups, produced: Sequence[Collection[int]]) -> None:
+        """Tells the edges which parameters have gradients."""
+        if self.host_copies_from not in ("", "cpu"):
+            # It waits for each copy, now that all are queued.
+            torch.get_device_module(self.host_copies_from).current_stream().synchronize()
+        for each, offsets in zip(self.grads, produced, strict=True):
+            group = groups.get(each.flat)
+            if group is not None and each.update is Update.AFTER_BACKWARD:
+                edge.mark_produced(group, offsets)
+
+    def _one_by_one(self, run: Compiled, args: list[Any], batched: Sequence[int]) -> list[Any]:
+        """Runs a backward for a batch of gradients one by one, since collectives take no batch."""
+        batches = [split_batch(args[i]) for i in batched]
+        if self.has_updates or not all(batches):
+            raise UnsupportedModelError(
+                "several gradients go through a compiled backward at once, whose collectives take one at a time",
+                where="is_grads_batched=True, " + ("step_in_backward()" if self.has_updates else "a batch of batches"),
+                instead="one call for each gradient, or torch.func.jacrev() of the compiled model",
+            )
+        results = []
+        for gradients in zip(*batches, strict=True):
+            # Compiled code may write into what it reads last; flat tensors are known by their addresses.
+            own = [
+                value.clone() if isinstance(value, torch.Tensor) and i not in self.flats and i not in batched else value
+                for i, value in enumerate(args)
+            ]
+            for i, gradient in zip(batched, gradients, strict=True):
+                own[i] = gradient
+            results.append(run(own))
+        joined = zip(*results, strict=True)
+        return [join_batch(each) if isinstance(each[0], torch.Tensor) else each[0] for each in joined]
+
+    def _refuse_lost_ranks(self, error: RuntimeError, names: Mapping[str, str]) -> None:
+        units = ", ".join(dict.fromkeys(names.get(title, title) for title in self.flats.values()))
+        doing, waited = f"in a compiled {self.phase.value} of unit {units}", failed_wait(error, self.calls)
+        refuse_lost_ranks(error, doing if waited is None else f"waiting for {waited} {doing}")
+
+
+def _ranks_that_reduce(group: ParamGroup, placement: GradPlacement) -> tuple[str, ...]:
+    """The groups of ranks that a backward exchanges gradients over; forwards keep shards of a unit in step anyway."""
+    spec = group.params[0].spec
+    return (spec.group, spec.replicate_group) if placement is GradPlacement.REDUCED else (spec.group,)
+
+
+def read_again(forward: StepGraph, backward: StepGraph) -> frozenset[Hashable]:
+    """Parameter groups that both graphs of a region read, and that are updated in backward."""
+    first, second = ({flat_of(record): record for record in _flats_of(each).values()} for each in (forward, backward))
+    updated = (key for key, record in first.items() if record.specs[0].update is Update.IN_BACKWARD)
+    return frozenset(updated).intersection(second)
+
+
+def _flats_of(step: StepGraph) -> dict[int, Record]:
+    placeholders = enumerate(step.graph.find_nodes(op="placeholder"))
+    return {i: require(node) for i, node in placeholders if role_of(node) is Role.FLAT}
+
+
+def _refuse_copy(each: GradOutput, group: ParamGroup | None) -> None:
+    if group is None and each.update is Update.IN_BACKWARD:
+        raise UnsupportedModelError(
+            "backward was given a copy of the parameters that it is to update: hooks on saved tensors replaced them",
+            where="torch.autograd.graph.saved_tensors_hooks() or save_on_cpu(), step_in_backward()",
+            instead="hooks that return the very tensors that do not require grad or are leaves, or optimizer.step() "
+            "without step_in_backward()",
+        )
+
+
+def entered(
+    compiled: Callable[..., Any], flats: Sequence[int], parameters: Sequence[int], *, tells_unused: bool
+) -> Callable[..., Any]:
+    """Wraps what AOTAutograd made of a Dynamo graph.
+
+    Compiled functions run no hook of a model in Python, which would follow parameters that users have changed.
+
+    Args:
+        compiled: It takes what the Dynamo graph takes.
+        flats: Positions of flat tensors.
+        parameters: Positions of gathered parameters among its results, which callers and code after a graph break
+            find to be an `nn.Parameter`, as FSDP2's are.
+        tells_unused: Whether its backward has to know for which outputs there is no gradient.
+    """
+
+    def run(*args: Any) -> Any:
+        groups = {at: group for at in flats if (group := ParamGroup.of(args[at])) is not None}
+        if not all(group.unit.is_called for group in groups.values()):
+            args = _followed(args, groups)
+        CastBuffer.follow_all()
+        outputs = compiled(*args)
+        CastBuffer.follow_all()
+        for at in parameters:
+            note_gathered(outputs[at])
+        if tells_unused:
+            leave_unused_undefined(args, outputs)
+        return outputs
+
+    return run if flats or CastBuffer.read_in_eval else compiled
+
+
+def _followed(args: tuple[Any, ...], groups: Groups) -> tuple[Any, ...]:
+    """The arguments with the edges to the parameters that there are now."""
+    for group in groups.values():
+        group.unit.follow()
+    thawed = [group for at, group in groups.items() if group.edge.requires_grad and not args[at].requires_grad]
+    if thawed and torch.is_grad_enabled():
+        raise UnsupportedModelError(
+            "parameters that were all frozen are trained now, and a compiled function has no gradients of them",
+            where=f"unit {thawed[0].title}",
+            instead="calling the compiled model, or the function once more, which compiles it again",
+        )
+    return tuple(groups[at].edge if at in groups else value for at, value in enumerate(args))

@@ -1,1 +1,0 @@
-"""What sharded modules become: class, forward, casts, methods."""

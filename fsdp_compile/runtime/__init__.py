@@ -1,1 +1,0 @@
-"""What happens in a step: units, parameter groups, gradients."""

@@ -1,0 +1,146 @@
+"""Which modules one call of torch's `fully_shard` each is for, and in which order."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from fsdp_compile._torch.fully_shard_calls import is_closed
+from fsdp_compile.errors import ConfigError, UnsupportedModelError
+from fsdp_compile.sharding.arguments import UnitPolicy
+
+
+@dataclasses.dataclass(eq=False)
+class Unit:
+    """One call of torch's function.
+
+    Attributes:
+        modules: The argument; torch wants a list where they are several.
+        is_call: Whether it is the unit of the whole call, which has what the others leave.
+        own: The modules whose parameters are the unit's, inner ones first.
+    """
+
+    modules: list[nn.Module]
+    policy: UnitPolicy
+    is_call: bool = False
+    own: list[nn.Module] = dataclasses.field(default_factory=list)
+
+    def params(self) -> list[nn.Parameter]:
+        """The parameters of `own`, those that are not sharded included."""
+        return list(dict.fromkeys(p for module in self.own for p in module.parameters(recurse=False)))
+
+    def tensors(self) -> set[torch.Tensor]:
+        """Parameters and buffers of `own`."""
+        return {*self.params(), *(b for module in self.own for b in module.buffers(recurse=False))}
+
+
+def open_modules(roots: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """Modules and those in them, without what torch's function was called on before, inner ones first."""
+    seen: set[nn.Module] = set()
+
+    def inner_first(module: nn.Module) -> Iterator[nn.Module]:
+        if module not in seen and not is_closed(module):
+            seen.add(module)
+            yield from itertools.chain.from_iterable(map(inner_first, module.children()))
+            yield module
+
+    return itertools.chain.from_iterable(map(inner_first, roots))
+
+
+def plan_units(
+    roots: Sequence[nn.Module],
+    policy: UnitPolicy,
+    chosen: Mapping[nn.Module, UnitPolicy],
+    managed: Mapping[nn.Parameter, str],
+) -> list[Unit]:
+    """The units of a call, each before those around it.
+
+    Args:
+        roots: The modules of the call.
+        policy: Of what `chosen` leaves.
+        chosen: Modules that become units, and their policies.
+        managed: The parameters to shard, and their names.
+
+    Raises:
+        ConfigError: If units of different policies share a parameter.
+        UnsupportedModelError: If units that share parameters are inside of each other.
+    """
+    units = [Unit(called, own) for module, own in chosen.items() if (called := _with_forward(module))]
+    units.append(Unit([root for root in roots if root not in chosen], policy, is_call=True))
+    while True:
+        for parameter, owners in _owners(roots, units).items():
+            if parameter in managed and len(owners) > 1:
+                units = _joined(units, owners, managed[parameter])
+                break
+        else:
+            break
+    units = _innermost_first(units)
+    taken: set[nn.Module] = set()
+    for unit in units:
+        unit.own = [module for module in open_modules(unit.modules) if module not in taken]
+        taken.update(unit.own)
+    return units
+
+
+def _with_forward(module: nn.Module) -> list[nn.Module]:
+    """What torch's function can be called on for a module: a container that is never called, by its children."""
+    if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
+        with_params = [child for child in module.children() if any(True for _ in child.parameters())]
+        return [part for child in with_params for part in _with_forward(child)]
+    return [module]
+
+
+def _owners(roots: Iterable[nn.Module], units: Collection[Unit]) -> dict[nn.Parameter, list[Unit]]:
+    """The units of all places of each parameter."""
+    at = {module: unit for unit in units for module in unit.modules}
+    call = next(unit for unit in units if unit.is_call)
+    found: dict[nn.Parameter, dict[Unit, None]] = {}
+    seen: set[tuple[nn.Module, Unit]] = set()
+    todo = [(root, call) for root in roots]
+    while todo:
+        module, around = todo.pop()
+        unit = at.get(module, around)
+        if (module, unit) in seen or is_closed(module):
+            continue
+        seen.add((module, unit))
+        for parameter in module.parameters(recurse=False):
+            found.setdefault(parameter, {})[unit] = None
+        todo.extend((child, unit) for child in module.children())
+    return {parameter: list(owners) for parameter, owners in found.items()}
+
+
+def _joined(units: list[Unit], parts: list[Unit], name: str) -> list[Unit]:
+    """Units that share a parameter become one: FSDP2 gathers a parameter with one unit."""
+    if any(part.policy != parts[0].policy for part in parts):
+        raise ConfigError(
+            "it is in units that are to be sharded, or to compute, in different ways",
+            where=name,
+            instead="one policy for all modules that have it",
+        )
+    call = next((part for part in parts if part.is_call), None)
+    if call is not None:
+        return [unit for unit in units if unit is call or unit not in parts]
+    modules = [module for part in parts for module in part.modules]
+    inside = {below for module in modules for below in module.modules() if below is not module}
+    one = Unit([module for module in modules if module not in inside], parts[0].policy)
+    return [one if unit is parts[0] else unit for unit in units if unit is parts[0] or unit not in parts]
+
+
+def _innermost_first(units: Sequence[Unit]) -> list[Unit]:
+    parts = {unit: {below for module in unit.modules for below in module.modules()} for unit in units}
+    left, ordered = list(units), []
+    while left:
+        free = [u for u in left if not any(v is not u and any(m in parts[u] for m in v.modules) for v in left)]
+        if not free:
+            raise UnsupportedModelError(
+                "units that share parameters are inside of each other",
+                where=", ".join(type(module).__name__ for unit in left for module in unit.modules),
+                instead="another auto_wrap_policy, or calls of fully_shard() on lists of modules",
+            )
+        ordered.extend(free)
+        left = [unit for unit in left if unit not in free]
+    return ordered

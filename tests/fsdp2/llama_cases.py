@@ -1,0 +1,99 @@
+"""A Llama of transformers: training, recorded hidden states, and `generate()`."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from fsdp_compile.backend import fsdp
+from tests.fsdp2.pair import OPTIONS, Case, Pair, gathered_by_hooks
+
+VOCABULARY = 64
+
+
+def _make(*, ties: bool = False) -> nn.Module:
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=ties,
+        pad_token_id=0,
+        eos_token_id=None,
+    )
+    made: nn.Module = LlamaForCausalLM(config)
+    return made
+
+
+def _shard(model: Any, **settings: Any) -> None:
+    model.tie_weights()
+    for layer in model.model.layers:
+        fully_shard(layer, **settings)
+    fully_shard(model, **settings)
+
+
+def _loss(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    return loss
+
+
+def trains_in_one_graph() -> None:
+    for ties in (False, True):
+        pair = Pair.of(functools.partial(_make, ties=ties), sharded=_shard)
+        with gathered_by_hooks() as hooked:
+            # Eager code computes attention's gradients in another order than AOTAutograd's graphs.
+            pair.train(pair.compiled(), torch.compile(pair.reference, backend="aot_eager"), loss=_loss)
+        assert not hooked, hooked
+
+
+def trains_in_mixed_precision() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    pair = Pair.of(_make, sharded=_shard, mp_policy=policy)
+    pair.train(pair.compiled(), torch.compile(pair.reference, backend="aot_eager"), loss=_loss)
+
+
+def records_hidden_states() -> None:
+    pair = Pair.of(_make, sharded=_shard)
+    tokens = torch.arange(24).view(2, 12)
+    for in_place in (False, True):
+        if in_place:
+            pair.model.compile(backend=fsdp, options=OPTIONS)
+        ours = pair.model if in_place else pair.compiled(fullgraph=False)
+        for _ in range(2):
+            with torch.no_grad():
+                made, wanted = (each(input_ids=tokens, output_hidden_states=True) for each in (ours, pair.reference))
+            assert len(made.hidden_states) == len(wanted.hidden_states) == 3
+            for a, b in zip(made.hidden_states, wanted.hidden_states, strict=True):
+                assert torch.equal(a, b)
+
+
+def generates_different_lengths() -> None:
+    pair = Pair.of(_make, sharded=_shard)
+    torch.manual_seed(0)
+    plain: Any = _make()
+    pair.train(pair.compiled(), loss=_loss, steps=1, exact=False)
+    plain.load_state_dict({name: p.full_tensor() for name, p in pair.model.state_dict().items()})
+    prompt = torch.arange(3, 7 if dist.get_rank() == 0 else 13)[None]
+    made = pair.model.generate(prompt, max_length=16, do_sample=False)
+    assert torch.equal(made, plain.generate(prompt, max_length=16, do_sample=False))
+
+
+GROUPS: dict[str, dict[str, Case]] = {
+    "llama": {
+        case.__name__: case
+        for case in (
+            trains_in_one_graph,
+            trains_in_mixed_precision,
+            records_hidden_states,
+            generates_different_lengths,
+        )
+    }
+}

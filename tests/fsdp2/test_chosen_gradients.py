@@ -1,0 +1,123 @@
+"""`backward(inputs=...)` and `autograd.grad()` of sharded parameters: as in one process, or refused by name."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tests import long
+from tests.beside import Beside, Run, close, loss_of
+from tests.models.outlines import Small
+from tests.ranks import run_ranks
+
+HOW: Final = long.parametrize("how", [Run.PLAIN, Run.SHARDED], always=[Run.SHARDED], ids=lambda how: how.value)
+Gradients = tuple[torch.Tensor | None, ...]
+
+
+class _Branches(Small):
+    """`Small`, and a layer that is left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(3, 3)
+
+
+def _chosen(model: nn.Module) -> list[nn.Parameter]:
+    return [p for name, p in model.named_parameters() if name.startswith("up.")]
+
+
+def _losses(pair: Beside) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of this rank's share, and of the whole batch in one process."""
+    batch = torch.randn(2 * dist.get_world_size(), 6, generator=torch.Generator().manual_seed(1))
+    mine = batch.chunk(dist.get_world_size())[dist.get_rank()]
+    return loss_of(pair.compiled(mine)), loss_of(pair.reference(batch))
+
+
+def _accumulated(how: Run) -> None:
+    pair = Beside(_Branches, how)
+    pair.backward()
+    for _ in range(2):
+        loss, expected = _losses(pair)
+        loss.backward(inputs=_chosen(pair.model))
+        expected.backward(inputs=_chosen(pair.reference))
+        pair.compare()
+    pair.backward()
+    pair.compare()
+
+
+@HOW
+def test_a_backward_accumulates_what_it_is_asked_for(how: Run) -> None:
+    run_ranks(_accumulated, how)
+
+
+def _returned(how: Run) -> None:
+    pair = Beside(_Branches, how)
+    pair.compiled(torch.ones(2, 6))
+    loss, expected = _losses(pair)
+    mine: Gradients = torch.autograd.grad(loss, _chosen(pair.model), retain_graph=True)
+    theirs: Gradients = torch.autograd.grad(expected, _chosen(pair.reference), retain_graph=True)
+    for gradient, other in zip(mine, theirs, strict=True):
+        assert isinstance(gradient, DTensor)
+        close(gradient.full_tensor(), other, "gradient")
+    for model, of in ((pair.model, loss), (pair.reference, expected)):
+        unused = list(model.unused.parameters())  # type: ignore[union-attr, operator, unused-ignore]
+        none: Gradients = torch.autograd.grad(of, unused, retain_graph=True, allow_unused=True)
+        assert none == (None, None)
+        with pytest.raises(RuntimeError, match="not have been used"):
+            torch.autograd.grad(of, unused, retain_graph=True)
+    assert not any(p.grad is not None for p in pair.model.parameters())
+
+
+@HOW
+def test_gradients_are_returned_and_not_accumulated(how: Run) -> None:
+    run_ranks(_returned, how)
+
+
+def _with_inputs_of_the_model(how: Run) -> None:
+    pair = Beside(Small, how)
+    pair.compiled(torch.ones(2, 6))
+    found = []
+    for model, call in ((pair.model, pair.compiled), (pair.reference, pair.reference)):
+        x = torch.linspace(-1, 1, 12).reshape(2, 6).requires_grad_()
+        loss_of(call(x)).backward(inputs=[_chosen(model)[0], x])
+        found.append(x.grad)
+    assert found[0] is not None
+    close(found[0], found[1], "gradient of the input")
+    pair.compare()
+
+
+@HOW
+def test_inputs_of_the_model_may_be_among_them(how: Run) -> None:
+    run_ranks(_with_inputs_of_the_model, how)
+
+
+def _penalty(model: nn.Module) -> torch.Tensor:
+    """Outside of the forward, as docs/limits.md says to write it."""
+    penalty = torch.stack([p.square().sum() for p in model.parameters()]).sum()
+    return penalty.full_tensor() if isinstance(penalty, DTensor) else penalty
+
+
+def _beside_a_penalty(how: Run) -> None:
+    pair = Beside(_Branches, how)
+    pair.compiled(torch.ones(2, 6))
+    for with_loss in (True, False):
+        found: list[Gradients] = []
+        for model, loss in zip(pair.both(), _losses(pair), strict=True):
+            total = _penalty(model) + (loss if with_loss else 0)
+            asked = [*_chosen(model), *model.unused.parameters()]  # type: ignore[union-attr, operator, unused-ignore]
+            found.append(torch.autograd.grad(total, asked, retain_graph=True))
+            total.backward(inputs=asked)
+        for mine, theirs in zip(*found, strict=True):
+            assert isinstance(mine, DTensor)
+            close(mine.full_tensor(), theirs, "gradient")
+        pair.compare()
+
+
+@HOW
+def test_a_penalty_outside_of_the_forward_counts(how: Run) -> None:
+    run_ranks(_beside_a_penalty, how)

@@ -1,0 +1,245 @@
+"""What runs around compiled graphs: compiled functions, pending gradients, modes and profilers, named errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+from torch._dynamo.utils import counters
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
+
+from fsdp_compile.backend import fsdp
+from fsdp_compile.errors import RankFailedError, UnsupportedModelError
+from fsdp_compile.lower import compiled_step
+from fsdp_compile.lower.compiled_step import CompiledStep
+from fsdp_compile.optim.step_in_backward import step_in_backward
+from tests.models.kinds import WIDTH, Slim
+from tests.numerics.one_process.pair import loss_of
+from tests.ranks import run_ranks
+
+EAGER: dict[str, Any] = {"lower": "eager"}
+
+
+def _sharded(*, frozen: bool = False) -> Any:
+    torch.manual_seed(0)
+    model = Slim().requires_grad_(not frozen)
+    for block in model.blocks:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def _input(seed: int = 1) -> torch.Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * seed + dist.get_rank()))
+
+
+def _local(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _same(model: nn.Module, reference: nn.Module) -> None:
+    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+        mine, theirs = _local(p.grad), _local(q.grad)
+        assert (mine is None) == (theirs is None), name
+        assert mine is None or torch.equal(mine, theirs), name  # type: ignore[arg-type]
+
+
+def _moved() -> None:
+    model, reference = _sharded(), _sharded()
+    function = torch.compile(lambda x: loss_of(model(x)), backend=fsdp, options=EAGER, fullgraph=True)
+    for step in range(4):
+        for each in (model, reference):
+            each.zero_grad()
+            if step == 1:
+                each.load_state_dict({k: v.clone() * 2 for k, v in each.state_dict().items()}, assign=True)
+            if step == 2:
+                each.head.weight.requires_grad_(requires_grad=False)
+        loss, expected = function(_input(step)), loss_of(reference(_input(step)))
+        assert torch.equal(loss, expected), step
+        loss.backward()
+        expected.backward()
+        _same(model, reference)
+
+
+def test_a_compiled_function_follows_parameters_that_were_replaced() -> None:
+    run_ranks(_moved)
+
+
+def _thawed() -> None:
+    model = _sharded(frozen=True)
+    x = _input().requires_grad_()
+    function = torch.compile(lambda x: loss_of(model(x)), backend=fsdp, options=EAGER, fullgraph=True)
+    function(x).backward()
+    model.requires_grad_()
+    with pytest.raises(UnsupportedModelError, match="all frozen"):
+        function(x)
+    function(x).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_compiled_function_whose_parameters_are_trained_later_says_so() -> None:
+    run_ranks(_thawed)
+
+
+def _pending() -> None:
+    model, reference = _sharded(), _sharded()
+    compiled = torch.compile(model, backend=fsdp, options=EAGER)
+    for _ in range(2):
+        x = _input(2).requires_grad_()
+        for each, call in ((model, compiled), (reference, reference)):
+            each.zero_grad()
+            each.set_requires_gradient_sync(False)
+            loss_of(call(_input())).backward()
+            if each is model:  # FSDP2 itself reduces what is left, whatever was asked for
+                each.set_requires_gradient_sync(True)
+                torch.autograd.grad(loss_of(call(x)), x)
+                assert all(p.grad is None for p in model.parameters())
+                loss_of(call(x)).backward(inputs=[x])
+                assert all(p.grad is None for p in model.parameters())
+            each.set_requires_gradient_sync(True)
+            loss_of(call(_input(3))).backward()
+        _same(model, reference)
+
+
+def test_gradients_of_inputs_leave_pending_gradients_where_they_are() -> None:
+    run_ranks(_pending)
+
+
+def _batched() -> None:
+    model = _sharded()
+    compiled = torch.compile(model, backend=fsdp, options=EAGER)
+    x = _input().requires_grad_()
+    output = compiled(x)
+    several = torch.eye(output.numel()).reshape(-1, *output.shape)
+    (batched,) = torch.autograd.grad(output, x, several, is_grads_batched=True, retain_graph=True)
+    for gradient, expected in zip(several, batched, strict=True):
+        (one,) = torch.autograd.grad(output, x, gradient, retain_graph=True)
+        assert torch.equal(one, expected)
+
+
+def test_a_batch_of_gradients_goes_one_by_one() -> None:
+    run_ranks(_batched)
+
+
+def _profiled(lower: str) -> set[str]:
+    model = _sharded()
+    compiled = torch.compile(model, backend=fsdp, options={"lower": lower})
+    loss_of(compiled(_input())).backward()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        loss_of(compiled(_input())).backward()
+    return {event.key for event in profiler.key_averages() if event.key.startswith("FSDP::")}
+
+
+@pytest.mark.parametrize("lower", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
+def test_collectives_have_ranges_in_a_profile(lower: str) -> None:
+    for names in run_ranks(_profiled, lower):
+        assert any("all_gather" in name and "blocks.0" in name for name in names), names
+        assert any("reduce" in name and "blocks.1" in name for name in names), names
+
+
+def _failed() -> None:
+    def fail(args: list[Any]) -> None:
+        raise dist.DistNetworkError("connection closed by peer")
+
+    around = CompiledStep.around
+    with mock.patch.object(CompiledStep, "around", lambda step, _: around(step, fail)):
+        torch.compile(_sharded(), backend=fsdp, options=EAGER)(_input())
+
+
+def test_a_collective_that_fails_names_the_units() -> None:
+    with pytest.raises(RankFailedError, match=r"in a compiled forward of unit blocks\.0, blocks\.1, \(root\)"):
+        run_ranks(_failed)
+
+
+def _stored() -> None:
+    seen, of = [], CompiledStep.of
+
+    def note(*args: Any) -> CompiledStep:
+        seen.append(of(*args))
+        return seen[-1]
+
+    with mock.patch.object(CompiledStep, "of", note):
+        loss_of(torch.compile(_sharded(), backend=fsdp, options=EAGER)(_input())).backward()
+    assert len(seen) == 2
+    assert [pickle.loads(pickle.dumps(step)) for step in seen] == seen
+
+
+def test_it_is_plain_data() -> None:
+    run_ranks(_stored)
+    assert dataclasses.is_dataclass(compiled_step.CompiledStep)
+
+
+def _trained() -> None:
+    model, reference = _sharded(), _sharded()
+    compiled = torch.compile(model, backend=fsdp, options=EAGER)
+    optimizers = [optim.AdamW(each.parameters()) for each in (model, reference)]
+    for step in range(3):
+        loss_of(compiled(_input(step))).backward()
+        loss_of(reference(_input(step))).backward()
+        _same(model, reference)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_three_steps_have_the_bits_of_fsdp2() -> None:
+    run_ranks(_trained)
+
+
+def _graphs(backend: Any, options: dict[str, Any]) -> int:
+    """Graphs of a script that accumulates, evaluates, and has batches of five shapes."""
+    torch.compiler.reset()
+    counters.clear()
+    model: Any = _sharded() if options else Slim()
+    call = torch.compile(model, backend=backend, options=options, fullgraph=True)
+    shapes = ((4, 8), (4, 6), (3, 7), (1, 5), (4, 9))
+    for rows, length in shapes:
+        x = torch.randn(rows, length, WIDTH)
+        for last in (False, False, True):
+            if options:
+                model.set_requires_gradient_sync(last)
+            loss_of(call(x)).backward()
+        model.zero_grad()
+        with torch.no_grad():
+            call(x[:1])
+    return counters["stats"]["unique_graphs"]
+
+
+def _variants() -> tuple[int, int]:
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        return _graphs(fsdp, EAGER), _graphs("eager", {})
+
+
+def test_accumulation_adds_at_most_one_graph_for_each_shape_and_no_frame_reaches_the_recompile_limit() -> None:
+    for ours, plain in run_ranks(_variants):
+        assert plain < ours <= 2 * plain
+
+
+def _hooked_before() -> list[torch.Tensor]:
+    ends = []
+    for in_backward in (True, False):
+        torch.manual_seed(0)
+        model = Slim()
+        optimizer = optim.AdamW(model.parameters(), lr=0.1)
+        if in_backward:
+            step_in_backward(optimizer)
+        call = torch.compile(model, backend=fsdp, options=EAGER)
+        for step in range(3):
+            loss_of(call(_input(step))).backward()
+            assert not in_backward or all(p.grad is None for p in model.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append(torch.cat([p.full_tensor().flatten() for p in model.parameters()]))  # type: ignore[attr-defined]
+    return ends
+
+
+def test_an_optimizer_that_updates_in_backward_may_be_made_before_the_plain_model_is_sharded() -> None:
+    for one, other in run_ranks(_hooked_before):
+        assert torch.equal(one, other)

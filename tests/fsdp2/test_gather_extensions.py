@@ -1,0 +1,183 @@
+"""All-gather extensions in compiled models: FSDP2's hooks gather such units, and the bits are FSDP2's."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from fsdp_compile.backend import fsdp
+from fsdp_compile.fsdp2.take_over import model_of
+from tests import long
+from tests.models.extended import Eight, Half, Layers, Pair, Wrapped
+from tests.ranks import run_ranks
+
+STEPS = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class _Case:
+    """How a model is made and sharded.
+
+    Attributes:
+        kind: Class of some of its weights.
+        rows: Of its hidden layers.
+        micro_batches: Of which all but the last are not reduced.
+        mesh: Its shape; empty for all ranks.
+        arguments: Of `fully_shard`.
+    """
+
+    kind: type[Wrapped] = Half
+    rows: int = 8
+    micro_batches: int = 1
+    mesh: tuple[int, ...] = ()
+    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks."""
+        return 4 if self.mesh else 2
+
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+CASES = {
+    "16 bits": _Case(),
+    "uneven rows": _Case(rows=7),
+    "8 bits and scales": _Case(Eight),
+    "8 bits, computed in bf16": _Case(Eight, arguments={"mp_policy": BF16}),
+    "unsharded until backward": _Case(arguments={"reshard_after_forward": False}),
+    "accumulated": _Case(micro_batches=2),
+    "replicas": _Case(mesh=(2, 2)),
+}
+ALWAYS = ("uneven rows", "8 bits and scales", "accumulated")
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    local = tensor.detach()
+    local = local._local_tensor if isinstance(local, DTensor) else local
+    return (local.wrapped if isinstance(local, Wrapped) else local).clone()
+
+
+def _trained(case: _Case, *, is_compiled: bool = False) -> list[torch.Tensor]:
+    """Losses, gradients and parameters of this rank, and the output of a forward without gradients."""
+    torch.manual_seed(0)
+    model = Layers(case.kind, case.rows)
+    arguments = dict(case.arguments)
+    if case.mesh:
+        arguments["mesh"] = init_device_mesh("cpu", case.mesh, mesh_dim_names=("replicate", "shard"))
+    for module in (model.up, model.middle, model.down, model):
+        fully_shard(module, **arguments)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    call: Callable[..., torch.Tensor] = model
+    if is_compiled:
+        call = torch.compile(model, backend=fsdp, options={"lower": "eager"})
+    torch.manual_seed(100 + dist.get_rank())
+    found = []
+    for _ in range(STEPS):
+        for number in range(case.micro_batches):
+            model.set_requires_gradient_sync(number == case.micro_batches - 1)  # type: ignore[operator]
+            loss = call(torch.randn(4, 6)).square().sum()
+            loss.backward()
+            found.append(loss.detach().clone())
+        if is_compiled:
+            taken = model_of(model)
+            assert taken is not None
+            assert [bool(unit.only_hooks) for unit in taken.units] == [False, True, False, True]
+        found += [_local(p.grad) for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+    found += [_local(p) for p in model.parameters()]
+    with torch.no_grad():  # last: FSDP2 may leave parameters unsharded
+        return [*found, call(torch.ones(2, 6)).clone()]
+
+
+def _compare(name: str) -> None:
+    case = CASES[name]
+    expected = _trained(case)
+    assert len(expected) == STEPS * (case.micro_batches + 6) + 7
+    for place, (mine, theirs) in enumerate(zip(_trained(case, is_compiled=True), expected, strict=True)):
+        assert torch.equal(mine, theirs), (name, place)
+
+
+@long.parametrize("name", CASES, always=ALWAYS)
+def test_bits_are_those_of_fsdp2(name: str) -> None:
+    run_ranks(_compare, name, world_size=CASES[name].world_size)
+
+
+def _pairs(*, is_compiled: bool = False) -> list[torch.Tensor]:
+    """The same of two layers, of whose plain biases pairs make gradients that are pairs."""
+    torch.manual_seed(0)
+    first, last = nn.Linear(6, 8), nn.Linear(8, 6)
+    model = nn.Sequential(first, nn.Tanh(), last)
+    for layer in (first, last):
+        value = layer.weight.detach()
+        layer.weight = nn.Parameter(Pair(value, value + 1))
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    call: Any = model
+    if is_compiled:
+        call = torch.compile(model, backend=fsdp, options={"lower": "eager"})
+    torch.manual_seed(100 + dist.get_rank())
+    found = []
+    for _ in range(STEPS):
+        loss = call(torch.randn(4, 6)).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [loss.a.detach().clone(), loss.b.detach().clone()]
+    for parameter in model.parameters():
+        local: Any = parameter._local_tensor  # type: ignore[attr-defined]
+        parts = [local.a, local.b] if isinstance(local, Pair) else [local]
+        found += [part.detach().clone() for part in parts]
+    return found
+
+
+def _compare_pairs() -> None:
+    expected, found = _pairs(), _pairs(is_compiled=True)
+    assert all(map(torch.equal, found, expected))
+    assert len(found) == len(expected) == 2 * STEPS + 6
+
+
+def test_unsharded_parameters_may_be_of_a_class() -> None:
+    run_ranks(_compare_pairs)
+
+
+def _in_one_graph() -> str:
+    model = Layers(Half)
+    for module in (model.up, model):
+        fully_shard(module)
+    with pytest.raises(Exception, match="FSDP2's hooks gather unit 'up'") as caught:
+        torch.compile(model, backend=fsdp, fullgraph=True, options={"lower": "eager"})(torch.randn(4, 6))
+    return str(caught.value)
+
+
+def test_one_graph_is_refused_by_name() -> None:
+    assert "fsdp_pre_all_gather" in run_ranks(_in_one_graph)[0]
+
+
+def _one_unit() -> list[int]:
+    """The outermost module reads such parameters itself, in the call in which the model is taken over."""
+    found = []
+    for is_compiled in (False, True):
+        torch.manual_seed(0)
+        model = Layers(Half)
+        fully_shard(model)
+        call = torch.compile(model, backend=fsdp, fullgraph=True, options={"lower": "eager"}) if is_compiled else model
+        losses = [call(torch.ones(4, 6)).square().sum() for _ in range(STEPS)]
+        torch.stack(losses).sum().backward()
+        found.append([*losses, *(_local(p.grad) for p in model.parameters() if p.grad is not None)])
+    assert len(found[0]) == STEPS + 6
+    return [i for i, (a, b) in enumerate(zip(*found, strict=True)) if not torch.equal(a, b)]
+
+
+def test_the_outermost_unit() -> None:
+    assert run_ranks(_one_unit) == [[], []]

@@ -1,0 +1,32 @@
+"""`register_multi_grad_hook` over sharded parameters: the first gradient of each backward calls it."""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd.graph import register_multi_grad_hook
+
+from tests import long
+from tests.beside import Beside, Run
+from tests.models.outlines import Small
+from tests.ranks import run_ranks
+
+
+def _waits_for_any(how: Run) -> None:
+    pair = Beside(Small, how)
+    pair.backward()
+    called: dict[int, int] = {}
+    for model in pair.both():
+
+        def count(_: torch.Tensor, key: int = id(model)) -> None:
+            called[key] = called.get(key, 0) + 1
+
+        register_multi_grad_hook(list(model.parameters()), count, mode="any")
+        model.zero_grad()
+    for _ in range(2):
+        pair.backward()
+    assert called == dict.fromkeys(map(id, pair.both()), 2)
+
+
+@long.parametrize("how", [Run.PLAIN, Run.SHARDED], always=[Run.SHARDED], ids=lambda how: how.value)
+def test_a_hook_for_the_first_gradient_is_called_once_in_each_backward(how: Run) -> None:
+    run_ranks(_waits_for_any, how)

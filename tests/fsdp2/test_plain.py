@@ -1,0 +1,366 @@
+"""The one line on a plain model: sharded at its first call, whatever is compiled and however it is called first."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp_compile import no_sync
+from fsdp_compile.errors import ConfigError, RankMismatchError, UnsupportedModelError
+from tests.fsdp2.one_line import Block, Model, Pair, in_place, one_line
+from tests.ranks import run_ranks
+
+
+class Recurrent(nn.Module):
+    """Dynamo leaves its forward to Python, so that no graph reads a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.rnn(x)[0]
+        return out
+
+
+class Breaks(Model):
+    """Breaks the graph in the loop over its blocks, and calls its head behind that."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+            torch._dynamo.graph_break()
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+def _layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+class Tied(Model):
+    """Two blocks that have a parameter in common."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, second = (self.get_submodule(f"blocks.{i}.up") for i in (0, 1))
+        second.weight = first.weight
+
+
+MODELS: list[Callable[[], nn.Module]] = [Model, Breaks, _layers, Tied]
+
+
+def _trains(make: Callable[[], nn.Module], compile_model: Callable[[Any], Any]) -> None:
+    pair = Pair(make)
+    pair.call = compile_model(pair.model)
+    assert not any(isinstance(p, DTensor) for p in pair.model.parameters())
+    pair.steps(3)
+    # Another compile of the same model, and one after a reset.
+    pair.call = one_line(pair.model)
+    pair.steps()
+    torch._dynamo.reset()
+    pair.steps()
+
+
+@pytest.mark.parametrize("make", MODELS)
+@pytest.mark.parametrize("compile_model", [one_line, in_place])
+def test_trains_as_one_process(make: Callable[[], nn.Module], compile_model: Callable[[Any], Any]) -> None:
+    run_ranks(_trains, make, compile_model)
+
+
+def _first_calls() -> None:
+    for context in (torch.no_grad(), torch.inference_mode()):
+        for compile_model in (one_line, in_place):
+            pair = Pair()
+            pair.call = compile_model(pair.model.eval())
+            x = torch.randn(2, 6, generator=torch.Generator().manual_seed(9))
+            with context:
+                torch.testing.assert_close(pair.call(x), pair.reference(x))
+            pair.model.train()
+            pair.steps(2)
+    # Twice before backward.
+    pair = Pair()
+    compiled, forward = one_line(pair.model), pair.reference.forward
+    pair.call = lambda x: compiled(x) + compiled(2 * x)
+    pair.reference.forward = lambda x: forward(x) + forward(2 * x)
+    pair.steps(2)
+    # Its forward alone, whose call has begun when it is sharded.
+    pair = Pair()
+    pair.call = one_line(pair.model).forward
+    pair.steps(2)
+
+
+def test_first_called_in_an_evaluation_or_twice() -> None:
+    run_ranks(_first_calls)
+
+
+def _accumulates() -> None:
+    for compile_model in (one_line, in_place):
+        pair = Pair()
+        pair.call = compile_model(pair.model)
+        for _ in range(2):
+            with no_sync(pair.model):
+                pair.backward()
+            assert all(p.grad is None for p in pair.model.parameters())
+            pair.backward()
+            pair.update()
+            pair.compare()
+
+
+def test_first_called_under_no_sync() -> None:
+    run_ranks(_accumulates)
+
+
+def _casts() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    for compile_model in (one_line, in_place):
+        torch.manual_seed(0)
+        model = Model()
+        same = copy.deepcopy(model)
+        torch_fully_shard(same, mp_policy=policy)
+        call = compile_model(model, mp_policy=policy)
+        x = torch.randn(2, 6)
+        for _ in range(2):
+            mine, theirs = call(x), same(x)
+            assert mine.dtype == theirs.dtype == torch.float32
+            torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2)
+            mine.sum().backward()
+            theirs.sum().backward()
+        mine, theirs = model.head.weight.grad, same.head.weight.grad
+        assert isinstance(mine, DTensor)
+        assert isinstance(theirs, DTensor)
+        torch.testing.assert_close(mine.full_tensor(), theirs.full_tensor(), rtol=5e-2, atol=5e-2)
+
+
+def test_the_first_call_is_cast_as_later_ones() -> None:
+    run_ranks(_casts)
+
+
+def _options() -> None:
+    pair = Pair()
+    wrap = ModuleWrapPolicy({Block})
+    pair.call = one_line(pair.model, reshard_after_forward=False)
+    pair.steps()
+    pair.call = one_line(pair.model, reshard_after_forward=False)
+    pair.steps()
+    with pytest.raises(BackendCompilerFailed, match="'auto_wrap_policy' says how to shard"):
+        one_line(pair.model, auto_wrap_policy=wrap)(torch.randn(2, 6))
+    before = Model()
+    torch_fully_shard(before)
+    with pytest.raises(BackendCompilerFailed, match="'reshard_after_forward' says how to shard"):
+        one_line(before, reshard_after_forward=False)(torch.randn(2, 6))
+
+
+def test_options_for_sharding_are_used_or_refused() -> None:
+    run_ranks(_options)
+
+
+def _refused_in_functions() -> None:
+    x = torch.randn(2, 6)
+
+    plain = Model()
+    with pytest.raises(BackendCompilerFailed, match=r"(?s)trains a plain model.*call fully_shard\(model\) first"):
+        one_line(lambda x: plain(x).sum())(x)
+    with torch.no_grad():  # each rank computes with its whole copy, and nothing is trained
+        torch.testing.assert_close(one_line(lambda x: plain(x).sum())(x), plain(x).sum())
+
+    recurrent = Recurrent()
+    with pytest.raises(ConfigError, match=r"(?s)trains a plain model.*Recurrent, parameter rnn.weight_ih_l0"):
+        one_line(lambda x: recurrent(x).sum())(x)
+
+    stepped = Breaks()
+    optimizer = torch.optim.SGD(stepped.parameters(), lr=0.1)
+    before = [p.detach().clone() for p in stepped.parameters()]
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = stepped(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    with pytest.raises(ConfigError, match="trains a plain model"):
+        one_line(step)(x)
+    assert all(torch.equal(a, b) for a, b in zip(before, stepped.parameters(), strict=True))
+
+
+def test_a_compiled_function_that_trains_a_plain_model_is_refused_by_name() -> None:
+    run_ranks(_refused_in_functions)
+
+
+def _refused() -> None:
+    x = torch.randn(2, 6)
+
+    part = Model()
+    in_place(part.blocks[0])
+    with pytest.raises(ConfigError, match=r"(?s)only a part of a model is compiled, Block.*Model, parameter first"):
+        part(x)
+    wrapped = Model()
+    wrapped.blocks[0] = one_line(wrapped.blocks[0])
+    with pytest.raises(ConfigError, match="only a part of a model is compiled"):
+        wrapped(x)
+
+    compiled = one_line(Model())
+    with pytest.raises(ConfigError, match="DistributedDataParallel averages gradients"):
+        DistributedDataParallel(compiled)
+    for outside in (DistributedDataParallel(Model()), nn.Sequential(DistributedDataParallel(Model()))):
+        with pytest.raises(ConfigError, match="DistributedDataParallel averages gradients"):
+            one_line(outside)(x)
+    around = DistributedDataParallel(Model())
+    for module in around.module.children():
+        in_place(module)
+    with pytest.raises(ConfigError, match="DistributedDataParallel averages gradients"):
+        around(x)
+
+    with pytest.raises(ConfigError, match="meta device"):
+        one_line(Model().to("meta"))(x.to("meta"))
+    scripted = nn.Sequential(nn.Linear(6, 6), torch.jit.script(nn.Linear(6, 3)))
+    with pytest.raises(UnsupportedModelError, match="TorchScript"):
+        one_line(scripted)(x)
+    graded = Model()
+    graded(x).sum().backward()
+    with pytest.raises(ConfigError, match="a gradient from before"):
+        one_line(graded)(x)
+    graded.zero_grad()
+    graded.head.bias.register_hook(lambda grad: grad)
+    with pytest.raises(ConfigError, match="hooks on its gradient"):
+        one_line(graded)(x)
+
+    nothing = nn.Sequential(nn.Tanh())
+    torch.testing.assert_close(one_line(nothing)(x), torch.tanh(x))
+
+
+def test_what_no_rank_would_average_is_refused_by_name() -> None:
+    run_ranks(_refused)
+
+
+def _parts() -> None:
+    # All parts compiled, each by itself.
+    pair = Pair()
+    for name in ("first", "blocks.0", "blocks.1", "head"):
+        in_place(pair.model.get_submodule(name))
+    pair.steps(2)
+
+    # A part that is called first, of a model that is compiled, too.
+    pair = Pair()
+    block, pair.call = one_line(pair.model.get_submodule("blocks.0")), one_line(pair.model)
+    x = torch.randn(2, 6, generator=torch.Generator().manual_seed(9))
+    torch.testing.assert_close(block(x), pair.reference.get_submodule("blocks.0")(x))
+    pair.steps(2)
+
+    # ... and of one that is compiled later.
+    model = Model()
+    one_line(model.blocks[0])(x)
+    with pytest.raises(ConfigError, match="a part of the model, Block, was sharded"):
+        one_line(model)(x)
+
+    trunk = Block()
+    actor, critic = nn.Sequential(trunk, nn.Linear(6, 2)), nn.Sequential(trunk, nn.Linear(6, 1))
+    one_line(actor)(x)
+    with pytest.raises(ConfigError, match="a parameter of a model that is sharded, too"):
+        one_line(critic)(x)
+
+    # A compiled part with an optimizer that trains a plain rest.
+    first, head = one_line(nn.Linear(6, 6)), nn.Linear(6, 3)
+    optimizer = torch.optim.SGD([*first.parameters(), *head.parameters()], lr=0.1)
+    head(first(x)).sum().backward()
+    with pytest.raises(ConfigError, match="others that no rank averages"):
+        optimizer.step()
+
+
+def test_several_compiled_parts() -> None:
+    run_ranks(_parts)
+
+
+def _in_functions() -> None:
+    # A compiled model, called by a compiled function, and an attribute of the object whose method is compiled.
+    pair = Pair()
+    compiled = one_line(pair.model)
+    pair.call = one_line(lambda x: 1 * compiled(x))
+    pair.steps(2)
+
+    class Trainer:
+        def __init__(self, model: Any) -> None:
+            self.model = model
+
+        def run(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.model(x)
+            return out
+
+    for compile_model in (one_line, in_place):
+        pair = Pair()
+        pair.call = one_line(Trainer(compile_model(pair.model)).run)
+        pair.steps(2)
+
+
+def test_a_compiled_model_in_compiled_functions() -> None:
+    run_ranks(_in_functions)
+
+
+def _copies() -> None:
+    x = torch.randn(2, 6)
+    model = in_place(Model())
+    copied = copy.deepcopy(model)
+    stored = io.BytesIO()
+    torch.save(model, stored)
+    stored.seek(0)
+    loaded = torch.load(stored, weights_only=False)
+    for each in (copied, loaded):
+        torch.testing.assert_close(each(x), model(x))
+        assert not any(isinstance(p, DTensor) for p in each.parameters())  # as of torch.compile: a plain model
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    compiled = copy.deepcopy(one_line(Model()))
+    compiled(x)
+    assert all(isinstance(p, DTensor) for p in compiled.parameters())
+
+
+def test_copies_of_compiled_models() -> None:
+    run_ranks(_copies)
+
+
+def _seeds_differ() -> None:
+    torch.manual_seed(dist.get_rank())
+    model = Model()
+    x = torch.randn(2, 6)
+    with pytest.raises(RankMismatchError, match=r"(?s)different values.*manual_seed"):
+        one_line(model)(x)
+    buffer = nn.BatchNorm1d(6)
+    buffer.get_buffer("running_mean").add_(dist.get_rank())
+    with pytest.raises(RankMismatchError, match="running_mean" if dist.get_rank() else "values of a plain model"):
+        one_line(buffer)(x)
+
+
+def test_ranks_that_start_with_different_values() -> None:
+    run_ranks(_seeds_differ)
+
+
+def _no_group() -> None:
+    dist.destroy_process_group()
+    pair = Pair()
+    pair.call = one_line(pair.model)
+    with pytest.raises(ConfigError, match="no process group"):
+        pair.call(torch.randn(2, 6))
+    with pytest.MonkeyPatch.context() as patch:
+        names = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0", "LOCAL_RANK": "0"}
+        for name, value in names.items():
+            patch.setenv(name, value)
+        pair.steps(2)
+    assert dist.get_world_size() == 1
+
+
+def test_the_world_is_started_from_torchrun() -> None:
+    run_ranks(_no_group, world_size=1)

@@ -1,0 +1,206 @@
+"""Plain parameters that optimizers, schedules and lists hold from before the first compiled call has sharded them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint.state_dict as dcp_state
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_compile.errors import ConfigError
+from fsdp_compile.fsdp2.stale import StaleParameter
+from tests.fsdp2.one_line import Make, Model, Pair, adamw, one_line
+from tests.ranks import run_ranks
+
+OPTIMIZERS: dict[str, Make] = {
+    "adamw": adamw,
+    "adam-amsgrad": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True),
+    "sgd-momentum": lambda p: torch.optim.SGD(p, lr=1e-1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-1),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=1e-2),
+}
+
+
+def _plain_steps(pair: Pair, count: int) -> None:
+    """Steps of both before the model is compiled, on the same batch on every rank."""
+    for step in range(count):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(100 + step))
+        for model, optimizer in zip((pair.model, pair.reference), pair.optimizers, strict=True):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def _follows(kind: str, before: int) -> None:
+    pair = Pair(optimizer=OPTIMIZERS[kind])
+    _plain_steps(pair, before)
+    pair.call = one_line(pair.model)
+    mine = pair.optimizers[0]
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in pair.optimizers]
+    pair.backward()
+    # At once, and not in the first step only.
+    assert all(a is b for a, b in zip(mine.param_groups[0]["params"], pair.model.parameters(), strict=True))
+    assert all(type(p) is StaleParameter for p in pair.held)
+    pair.update()
+    for _ in range(2):
+        for schedule in schedules:
+            schedule.step()
+        pair.steps()
+    assert set(mine.state) == set(pair.model.parameters())
+    for parameter, state in mine.state.items():
+        for value in state.values():
+            if isinstance(value, torch.Tensor) and value.dim() > 0:
+                assert isinstance(value, DTensor)
+                assert isinstance(parameter, DTensor)
+                assert value.to_local().shape == parameter.to_local().shape
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_an_optimizer_made_before_follows(kind: str) -> None:
+    run_ranks(_follows, kind, 0)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd-momentum"])
+def test_an_optimizer_with_state_follows(kind: str) -> None:
+    run_ranks(_follows, kind, 2)
+
+
+def _lists() -> None:
+    pair = Pair()
+    head: Any = pair.model.get_parameter("head.weight")
+    head.decay = 0.5
+    pair.call = one_line(pair.model)
+    pair.backward()
+    now: Any = pair.model.get_parameter("head.weight")
+    assert now is not head
+    assert type(head) is StaleParameter
+    # Attributes are those of the sharded parameter.
+    assert head.grad is now.grad
+    assert head.grad is not None
+    assert (head.shape, head.dtype, head.requires_grad, head.dim(), head.numel()) == (
+        (3, 6),
+        torch.float32,
+        True,
+        2,
+        18,
+    )
+    assert head.decay == now.decay == 0.5
+    assert isinstance(head.data, DTensor)
+    assert copy.deepcopy(head).shape == head.shape
+    assert "StaleParameter" in repr(head)
+    norm: Any = nn.utils.clip_grad_norm_(pair.held, 0.1)
+    expected = nn.utils.clip_grad_norm_(pair.reference.parameters(), 0.1)
+    torch.testing.assert_close(norm.full_tensor(), expected)
+    pair.update()
+    pair.compare()
+    # Gradients are dropped, and parameters frozen, by the list.
+    pair.backward()
+    for parameter in pair.held:
+        parameter.grad = None
+    assert all(p.grad is None for p in pair.model.parameters())
+    head.requires_grad = False
+    assert not now.requires_grad
+    head.requires_grad = True
+    # An optimizer that is made of the list.
+    late = torch.optim.SGD(pair.held, lr=0.1)
+    pair.optimizers = [late, torch.optim.SGD(pair.reference.parameters(), lr=0.1)]
+    pair.reference.zero_grad()
+    pair.steps(2)
+    assert all(isinstance(p, DTensor) for p in late.param_groups[0]["params"])
+
+    for compute in (lambda: head + 1, head.detach, lambda: head.add_(1), lambda: torch.stack([head])):
+        with pytest.raises(ConfigError, match=r"(?s)sharded since you took it.*model.parameters\(\) again"):
+            compute()
+    with pytest.raises(ConfigError, match="data = "):
+        head.data = torch.zeros(3, 6)
+
+
+def test_lists_from_before() -> None:
+    run_ranks(_lists)
+
+
+def _states(kind: str) -> None:
+    """Saves and loads an optimizer's state between sharding and the first step."""
+    first = Pair(optimizer=OPTIMIZERS[kind])
+    first.call = one_line(first.model)
+    first.steps(2)
+    options = dcp_state.StateDictOptions(full_state_dict=True)
+    own = copy.deepcopy(first.optimizers[0].state_dict())
+    full = dcp_state.get_optimizer_state_dict(first.model, first.optimizers[0], options=options)
+    values = dcp_state.get_model_state_dict(first.model, options=options)
+
+    def resumed(load: Any) -> None:
+        pair = Pair(optimizer=OPTIMIZERS[kind])
+        pair.batches = first.batches
+        pair.model.load_state_dict(values)
+        pair.reference.load_state_dict(values)
+        pair.optimizers[1].load_state_dict(copy.deepcopy(first.optimizers[1].state_dict()))
+        pair.call = one_line(pair.model)
+        with torch.no_grad():
+            pair.call(torch.randn(2, 6))
+        assert len(pair.optimizers[0].state_dict()["param_groups"][0]["params"]) == len(pair.held)
+        pair.optimizers[0].zero_grad()
+        load(pair)
+        pair.steps(2)
+
+    resumed(lambda pair: dcp_state.set_optimizer_state_dict(pair.model, pair.optimizers[0], full, options=options))
+    resumed(lambda pair: pair.optimizers[0].load_state_dict(own))
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adagrad"])
+def test_state_that_is_loaded_between_sharding_and_the_first_step(kind: str) -> None:
+    run_ranks(_states, kind)
+
+
+def _scaler() -> None:
+    pair = Pair(optimizer=OPTIMIZERS["sgd-momentum"])
+    pair.call = one_line(pair.model)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=8.0) for _ in range(2)]
+    for step in range(2):
+        batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+        rank = torch.distributed.get_rank()
+        calls: tuple[Any, Any] = (pair.call, pair.reference)
+        for scaler, optimizer, call, x in zip(
+            scalers, pair.optimizers, calls, (batch.chunk(2)[rank], batch), strict=True
+        ):
+            scaler.scale(call(x).square().mean()).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        pair.compare()
+
+
+def test_a_grad_scaler() -> None:
+    run_ranks(_scaler)
+
+
+def _cannot_follow() -> None:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[model.head.weight]["rows"] = torch.zeros(2)
+    with pytest.raises(ConfigError, match="holds state 'rows'"):
+        one_line(model)(torch.randn(2, 6))
+
+
+def test_state_that_cannot_be_sharded_is_refused_by_name() -> None:
+    run_ranks(_cannot_follow)
+
+
+def _pending_backward() -> None:
+    """A graph from before the model was sharded still has the values that it read."""
+    pair = Pair()
+    x = torch.randn(4, 6, requires_grad=True)
+    y = x.detach().clone().requires_grad_()
+    loss, expected = pair.model(x).square().mean(), pair.reference(y).square().mean()
+    with torch.no_grad():
+        one_line(pair.model)(x)
+    torch.testing.assert_close(torch.autograd.grad(loss, x), torch.autograd.grad(expected, y))
+
+
+def test_a_graph_from_before_keeps_its_values() -> None:
+    run_ranks(_pending_backward)

@@ -1,0 +1,110 @@
+"""Small models, and one loop that trains them with torch's FSDP2, with ours, or in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_compile._torch.fully_shard import state_of
+
+
+class Block(nn.Module):
+    """Two linear layers, the second of which `Sequential` makes look like repeated blocks."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 2 * width + 1), nn.Tanh(), nn.Linear(2 * width + 1, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Adds to its input."""
+        return x + self.mlp(self.norm(x))
+
+
+class Model(nn.Module):
+    """Embedding, three blocks, norm, head."""
+
+    def __init__(self, *, tied: bool = False, scale: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 6)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.norm = nn.LayerNorm(6)
+        self.head = nn.Linear(6, 7, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        self.scale = nn.Parameter(torch.tensor(1.5)) if scale else None
+        self.empty = nn.Parameter(torch.empty(0, 3)) if scale else None
+        self.count = nn.Parameter(torch.tensor([3, 4]), requires_grad=False) if scale else None
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits."""
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits: torch.Tensor = self.head(self.norm(x))
+        return logits if self.scale is None else logits * self.scale
+
+
+def same_call(modules: Iterable[nn.Module]) -> list[list[nn.Module]]:
+    """Modules on which torch's `fully_shard` was called, those of one call together."""
+    calls: dict[object, list[nn.Module]] = {}
+    for module in modules:
+        if (state := state_of(module)) is not None:
+            calls.setdefault(state, []).append(module)
+    return list(calls.values())
+
+
+def made(make: Callable[[], nn.Module] = Model, seed: int = 0) -> Any:
+    """A model of one seed on all ranks."""
+    torch.manual_seed(seed)
+    return make()
+
+
+def batch(step: int, rank: int | None = None) -> torch.Tensor:
+    """The tokens of a rank in a step."""
+    torch.manual_seed(100 * step + (dist.get_rank() if rank is None else rank))
+    return torch.randint(0, 7, (2, 5))
+
+
+def train(model: nn.Module, steps: int = 3, batches: Callable[[int], torch.Tensor] = batch) -> list[torch.Tensor]:
+    """AdamW on the mean of all logits' squares; returns losses, then parameters in full."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01, foreach=False)
+    losses = []
+    for step in range(steps):
+        loss = model(batches(step)).float().square().mean()
+        loss.backward()
+        losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*losses, *full(model)]
+
+
+def full(model: nn.Module) -> list[torch.Tensor]:
+    """Parameters in full."""
+    return [whole(p).detach().clone() for p in model.parameters()]
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    """A DTensor in full, or any other tensor."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def world_batch(step: int) -> torch.Tensor:
+    """The tokens of all ranks."""
+    return torch.cat([batch(step, rank) for rank in range(dist.get_world_size())])
+
+
+def same(first: Iterable[torch.Tensor], second: Iterable[torch.Tensor]) -> bool:
+    """Whether tensors are equal to the bit."""
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def near_one_process(model: nn.Module, reference: nn.Module, steps: int = 3, atol: float = 1e-5) -> bool:
+    """Whether a sharded model trains like its copy on the batches of all ranks."""
+    sharded, alone = train(model, steps), train(reference, steps, world_batch)
+    return all(torch.allclose(a, b, atol=atol) for a, b in zip(sharded[steps:], alone[steps:], strict=True))

@@ -1,0 +1,259 @@
+"""What users do to a sharded model between the steps of compiled code: the next step uses it.
+
+Every change is done to a sharded model and to a copy of it in one process; both are then trained on.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from fsdp_compile import full_params, fully_shard
+from tests import long
+from tests.beside import Beside, Run, compile_eagerly
+from tests.fake_world import fake_world
+from tests.fsdp2.models import whole
+from tests.models.outlines import Odd, Small
+from tests.ranks import run_ranks
+
+Change = Callable[[Any], None]
+
+
+def _name(change: Change) -> str:
+    return change.__name__.strip("_")
+
+
+def _adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def _momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-1, momentum=0.9, weight_decay=0.1)
+
+
+def _double(model: Any) -> None:
+    model.to(torch.float64)
+
+
+def _freeze_and_thaw(model: Any) -> None:
+    model.up.requires_grad_(requires_grad=False)
+    model.up.requires_grad_(requires_grad=True)
+
+
+def _freeze_one(model: Any) -> None:
+    model.up.weight.requires_grad_(False)  # noqa: FBT003
+
+
+def _freeze_all_but_one(model: Any) -> None:
+    model.requires_grad_(requires_grad=False)
+    model.down.weight.requires_grad_(True)  # noqa: FBT003
+
+
+def _thaw_all(model: Any) -> None:
+    model.requires_grad_(requires_grad=True)
+
+
+def _initialize(model: Any) -> None:
+    nn.init.constant_(model.up.weight, 0.3)
+    nn.init.zeros_(model.up.bias)
+    with torch.no_grad():
+        model.down.weight.mul_(0.5)
+        model.scale.fill_(2.0)
+
+
+def _write_through_data(model: Any) -> None:
+    model.up.weight.data.mul_(0.5)
+    model.scale.data.fill_(-1.0)
+
+
+KEEPING: list[Change] = [
+    _freeze_and_thaw,
+    _freeze_one,
+    _freeze_all_but_one,
+    _initialize,
+    _write_through_data,
+]
+"""Changes after which the parameters are the same objects, so that the optimizer goes on with them."""
+
+
+def _check_keeping(names: list[str], how: Run) -> None:
+    for name in names:
+        pair = Beside(Small, how)
+        pair.optimize(_momentum)
+        pair.step()
+        pair.change(globals()[name])
+        pair.step()
+        pair.change(_thaw_all)
+        pair.step()
+
+
+@pytest.mark.core
+@long.parametrize("how", [Run.PLAIN, Run.SHARDED], always=[Run.SHARDED])
+@long.parametrize("change", KEEPING, always=[_freeze_one, _initialize], ids=_name)
+def test_compiled_code_sees_changes(change: Change, how: Run) -> None:
+    """A graph that was compiled before the change runs on, or is compiled again: never with old values."""
+    run_ranks(_check_keeping, [change.__name__], how)
+
+
+def _check_dtype() -> None:
+    pair = Beside(Odd, Run.SHARDED)
+    pair.optimize(_momentum)
+    pair.step(width=10)
+    pair.change(_double)
+    pair.optimizers.clear()
+    pair.optimize(_adamw)
+    pair.step(width=10, dtype=torch.float64)
+    pair.step(width=10, dtype=torch.float64)
+
+
+def test_training_goes_on_in_another_dtype() -> None:
+    run_ranks(_check_dtype)
+
+
+def _check_change_between_backward_and_step() -> None:
+    """The optimizer steps on converted parameters; the step must reach the next forward."""
+    pair = Beside(Small, Run.SHARDED)
+    pair.optimize(_adamw)
+    pair.step()
+    pair.optimizers.clear()
+    pair.backward()
+    pair.change(_double)
+    pair.optimize(_adamw)
+    for optimizer in pair.optimizers[0]:
+        optimizer.step()
+        optimizer.zero_grad()
+    pair.step(dtype=torch.float64)
+
+
+@pytest.mark.long
+@pytest.mark.core
+def test_an_optimizer_step_after_a_conversion_is_not_lost() -> None:
+    run_ranks(_check_change_between_backward_and_step)
+
+
+def _check_meta() -> None:
+    with torch.device("meta"):
+        model = Odd()
+    # A machine with a GPU would give a model on meta a mesh of GPUs.
+    fully_shard(model, mesh=None if not torch.accelerator.is_available() else init_device_mesh("cpu", (2,)))
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    reference = Odd()
+    for name, parameter in model.named_parameters():
+        value = reference.get_parameter(name).detach()
+        if isinstance(parameter, DTensor):
+            value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
+        with torch.no_grad():
+            parameter.copy_(value)
+    compiled = compile_eagerly(model)
+    x = torch.randn(4, 10)
+    compiled(x).square().mean().backward()
+    reference(x).square().mean().backward()
+    for name, parameter in model.named_parameters():
+        expected = reference.get_parameter(name).grad
+        if expected is not None:
+            assert parameter.grad is not None
+            torch.testing.assert_close(whole(parameter.grad), expected)
+
+
+@pytest.mark.core
+def test_from_meta_through_to_empty_to_training() -> None:
+    run_ranks(_check_meta)
+
+
+def _thaw(model: Any) -> None:
+    model[0].requires_grad_(requires_grad=True)
+
+
+def _keep(model: Any) -> None:
+    model.set_reshard_after_backward(False)
+
+
+def _to_float64_and_back(model: Any) -> None:
+    model.double().float()
+
+
+@pytest.mark.parametrize("change", [_thaw, _keep, _to_float64_and_back], ids=_name)
+def test_training_goes_on_after_an_evaluation_in_inference_mode_that_follows_a_change(change: Change) -> None:
+    with fake_world(2):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        model[0].requires_grad_(change is not _thaw)
+        fully_shard(model)
+        call = compile_eagerly(model)
+        x = torch.ones(2, 4)
+        call(x).sum().backward()
+        torch.optim.SGD(model.parameters()).step()
+        change(model)
+        with torch.inference_mode():
+            call(x)
+        call(x).sum().backward()
+        for part in model.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()  # FSDP2 leaves what it keeps after backward registered
+        torch.optim.SGD(model.parameters()).step()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def _step_with_a_frozen_forward(made: Any, call: Any, frozen: Any, *, thaws: bool) -> None:
+    x = torch.ones(2, 4)
+    loss = call(x).square().mean()
+    frozen(made).requires_grad_(requires_grad=False)
+    other = call(x.clone().requires_grad_()).square().mean()
+    if thaws:
+        frozen(made).requires_grad_(requires_grad=True)
+    (loss + other).backward()
+
+
+def _check_frozen_between() -> None:
+    for frozen in (lambda made: made, lambda made: made[2]):
+        for thaws, in_place in ((True, False), (True, True), (False, False)):
+            torch.manual_seed(0)
+            model: Any = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+            reference = copy.deepcopy(model)
+            fully_shard(model)
+            if in_place:
+                model.compile(backend="fsdp", options={"lower": "eager"})
+            call = model if in_place else compile_eagerly(model)
+            for _ in range(2):
+                _step_with_a_frozen_forward(model, call, frozen, thaws=thaws)
+                _step_with_a_frozen_forward(reference, reference, frozen, thaws=thaws)
+                for made in (model, reference):
+                    made.requires_grad_(requires_grad=True)
+            for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
+                assert (parameter.grad is None) == (expected.grad is None)
+                if isinstance(parameter.grad, DTensor):
+                    torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad)
+
+
+def test_gradients_of_a_forward_reach_parameters_that_are_frozen_for_the_next_one() -> None:
+    run_ranks(_check_frozen_between)
+
+
+@pytest.mark.core
+def test_a_class_that_somebody_gave_a_module_stays() -> None:
+    with fake_world(2):
+        model: Any = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+        compiled, x = compile_eagerly(model), torch.ones(1, 4)
+        before = compiled(x)
+        layer = model[1]
+
+        class Doubled(type(layer)):  # type: ignore[misc]
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return 2 * super().forward(x)
+
+        layer.__class__ = Doubled
+        assert torch.equal(compiled(x), 2 * before)
+        with full_params(model):
+            pass
+        assert isinstance(layer, Doubled)
+        assert torch.equal(compiled(x), 2 * before)
+        assert isinstance(layer.weight, DTensor), "outside of a forward"

@@ -1,0 +1,250 @@
+"""Where values come from: the first rank, an initialization, or neither."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import DTensor
+
+from fsdp_compile.errors import ConfigError, RankMismatchError
+from fsdp_compile.sharding import fully_shard as front
+from fsdp_compile.sharding.fully_shard import fully_shard
+from fsdp_compile.sharding.materialize import materialize
+from tests.ranks import run_ranks
+from tests.sharding.models import Block, Model, full, made, near_one_process, same, train
+
+
+class _Module(Model):
+    """With buffers, a 0-d parameter and an initialization of its own."""
+
+    def __init__(self, *, tied: bool = False) -> None:
+        super().__init__(tied=tied, scale=True)
+        self.register_buffer("running", torch.arange(3.0))
+
+    def reset_parameters(self) -> None:
+        """As constructed."""
+        with torch.no_grad():
+            self.scale.fill_(1.5)  # type: ignore[union-attr]
+            self.count.copy_(torch.tensor([3, 4]))  # type: ignore[union-attr]
+        self.get_buffer("running").copy_(torch.arange(3.0))
+
+
+def _values(model: nn.Module) -> list[torch.Tensor]:
+    return [*full(model), *(buffer.clone() for buffer in model.buffers())]
+
+
+def _sync(mesh: tuple[int, ...], *, on_meta: bool) -> bool:
+    rank, names = dist.get_rank(), ("replicas", "shards")[2 - len(mesh) :]
+    with torch.device("meta" if on_meta and rank else "cpu"):
+        model = made(_Module, seed=rank)
+    if not on_meta:
+        model.running += rank
+    fully_shard(model, sync_module_states=True, mesh=init_device_mesh("cpu", mesh, mesh_dim_names=names))
+    return same(_values(model), _values(made(_Module))) and near_one_process(model, made(_Module), 1)
+
+
+@pytest.mark.parametrize("on_meta", [False, True])
+def test_the_first_ranks_values_are_sent(*, on_meta: bool) -> None:
+    assert run_ranks(_sync, (2,), on_meta=on_meta) == [True] * 2
+    assert run_ranks(_sync, (2, 2), on_meta=on_meta, world_size=4) == [True] * 4
+
+
+def _sync_ignored() -> bool:
+    model = made(_Module, seed=dist.get_rank())
+    kept = model.head.weight.clone()
+    fully_shard(model, sync_module_states=True, ignored_params=[model.head.weight])
+    return torch.equal(model.head.weight, kept)
+
+
+def test_ignored_parameters_are_not_sent() -> None:
+    assert run_ranks(_sync_ignored) == [True, True]
+
+
+def _mismatch() -> str:
+    model = nn.Sequential(nn.Linear(4, 4 + dist.get_rank()))
+    try:
+        fully_shard(model, sync_module_states=True)
+    except RankMismatchError as error:
+        return str(error).splitlines()[0]
+    return ""
+
+
+def test_ranks_with_different_models_all_hear_of_it() -> None:
+    first, second = run_ranks(_mismatch)
+    assert first == "ranks have different models: another rank than this one differs from the first"
+    assert second.startswith("ranks have different models: 0.bias is torch.float32 (5,), and on the first rank torch")
+
+
+def _reset(module: nn.Module) -> None:
+    if callable(reset := getattr(module, "reset_parameters", None)):
+        reset()
+
+
+def _to_empty(module: nn.Module) -> None:
+    if any(t.is_meta for t in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
+        module.to_empty(device="cpu", recurse=False)
+        _reset(module)
+
+
+def _init(init: Callable[[nn.Module], None], *, seeds: int, tied: bool, offload: bool) -> bool:
+    with torch.device("meta"):
+        model = _Module(tied=tied)
+    torch.manual_seed(7 + seeds * dist.get_rank())
+    policy: Any = CPUOffloadPolicy(pin_memory=False) if offload else None
+    fully_shard(model, param_init_fn=init, offload_policy=policy)
+    alone = _Module(tied=tied)
+    torch.manual_seed(7)
+    alone.apply(_reset)
+    assert not tied or model.head.weight is model.embed.weight
+    return same(_values(model), _values(alone)) and near_one_process(model, alone, 1)
+
+
+@pytest.mark.parametrize("init", [_reset, _to_empty])
+def test_param_init_fn_gives_what_one_process_has(init: Any) -> None:
+    assert run_ranks(_init, init, seeds=0, tied=False, offload=False) == [True, True]
+
+
+def test_the_first_ranks_initialization_counts() -> None:
+    assert run_ranks(_init, _reset, seeds=1, tied=True, offload=True) == [True, True]
+
+
+def _later() -> bool:
+    with torch.device("meta"):
+        model = fully_shard(_Module())
+    assert all(p.is_meta for p in model.parameters())
+    with pytest.raises(RuntimeError, match="meta device"):
+        model(torch.zeros(1, 1, dtype=torch.int64))
+    optimized = fully_shard(made(_Module, seed=3))
+    torch.manual_seed(7)
+    materialize(model)
+    materialize(optimized)  # nothing to do
+    alone = _Module()
+    torch.manual_seed(7)
+    alone.apply(_reset)
+    return same(_values(model), _values(alone)) and same(_values(optimized), _values(made(_Module, seed=3)))
+
+
+def test_without_it_meta_stays_meta_until_materialize() -> None:
+    assert run_ranks(_later) == [True, True]
+
+
+def _largest() -> int:
+    """The most elements that an initialization found in memory at once, beyond this rank's shards."""
+    with torch.device("meta"):
+        model = Model()
+    most = 0
+
+    def init(module: nn.Module) -> None:
+        nonlocal most
+        held = {p for p in model.parameters() if not isinstance(p, DTensor) and not p.is_meta}
+        most = max(most, sum(p.numel() for p in held))
+        _reset(module)
+
+    fully_shard(model, param_init_fn=init)
+    return most
+
+
+def test_one_module_is_full_at_a_time() -> None:
+    assert run_ranks(_largest) == [6 * 13 + 13] * 2
+
+
+def _half_meta() -> bool:
+    model = made()
+    model.blocks[0].norm.weight = nn.Parameter(torch.empty(6, device="meta"))
+    kept = model.blocks[0].norm.bias.detach().clone().fill_(3)
+    model.blocks[0].norm.bias.data.fill_(3)
+    fully_shard(model, param_init_fn=_to_empty)
+    found = model.blocks[0].norm
+    return torch.equal(found.bias.full_tensor(), kept) and bool((found.weight.full_tensor() == 1).all())
+
+
+def test_what_has_a_value_keeps_it() -> None:
+    assert run_ranks(_half_meta) == [True, True]
+
+
+def test_initializations_that_leave_something_are_refused(fake_world: Callable[..., Any]) -> None:
+    def shapes(module: nn.Module) -> None:
+        module._parameters = {name: nn.Parameter(torch.zeros(3)) for name in module._parameters}
+
+    wrong: list[tuple[Any, str]] = [
+        (lambda _: None, r"left it on meta[^$]*0\.weight"),
+        (lambda m: getattr(m, "bias", torch.zeros(1)).data.fill_(1), r"without a value[^$]*0\.weight"),
+        (shapes, r"of shape \(3,\)[^$]*0\.weight"),
+    ]
+    with fake_world(2):
+        for init, message in wrong:
+            with torch.device("meta"):
+                model = nn.Sequential(nn.Linear(4, 4))
+            with pytest.raises(ConfigError, match=message):
+                fully_shard(model, param_init_fn=init)
+        with pytest.raises(ConfigError, match="nothing in this model is sharded"):
+            materialize(nn.Linear(4, 4))
+        with torch.device("meta"):
+            bare = nn.Module()
+            bare.weight = nn.Parameter(torch.empty(4))
+        with pytest.raises(ConfigError, match="no reset_parameters"):
+            materialize(fully_shard(bare))
+
+
+def _trains_after_init() -> bool:
+    with torch.device("meta"):
+        model = _Module()
+    torch.manual_seed(7)
+    fully_shard(model, param_init_fn=_reset)
+    other = _Module()
+    torch.manual_seed(7)
+    other.apply(_reset)
+    return same(train(model), train(fully_shard(other)))
+
+
+def test_it_trains_as_a_model_that_was_never_on_meta() -> None:
+    assert run_ranks(_trains_after_init) == [True, True]
+
+
+def _in_memory() -> list[nn.Parameter]:
+    gc.collect()
+    return [p for p in gc.get_objects() if type(p) is nn.Parameter and p.dim() and not p.is_meta]
+
+
+def _most_in_memory(*, on_meta: bool) -> int:
+    """The most elements of unsharded parameters in memory after a call of torch's."""
+    with torch.device("meta" if on_meta else "cpu"):
+        model = Model()
+    earlier, most = {id(p) for p in _in_memory()}, 0
+    run = front.torch_fully_shard
+
+    def count(module: Any, **given: Any) -> Any:
+        nonlocal most
+        result = run(module, **given)
+        most = max(most, sum(p.numel() for p in _in_memory() if id(p) not in earlier))
+        return result
+
+    front.torch_fully_shard = count
+    try:
+        fully_shard(model, sync_module_states=on_meta)
+    finally:
+        front.torch_fully_shard = run
+    return most
+
+
+def _memory_of_sync() -> int:
+    return _most_in_memory(on_meta=True) if dist.get_rank() else _most_of_first()
+
+
+def _most_of_first() -> int:
+    fully_shard(Model(), sync_module_states=True)
+    return 0
+
+
+def test_one_unit_is_whole_at_a_time() -> None:
+    block = sum(p.numel() for p in Block().parameters())
+    _, second = run_ranks(_memory_of_sync)
+    assert 0 < second <= block

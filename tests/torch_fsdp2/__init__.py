@@ -1,0 +1,1 @@
+"""PyTorch's own tests of FSDP2, run with the outermost module compiled."""
