@@ -24,13 +24,14 @@ import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from typing import NamedTuple
 
 import torch
 from torch import fx
 
 from fsdp_compile.comm import groups
 from fsdp_compile.comm.groups import RankStore
-from fsdp_compile.comm.rendezvous import RefusedElsewhereError, digest_of
+from fsdp_compile.comm.rendezvous import RefusedElsewhereError, Rendezvous, digest_of
 from fsdp_compile.errors import FSDPCompileError, RankFailedError, RankMismatchError
 from fsdp_compile.ir.calls import group_of, line_of, natural, numbered, starts_of
 from fsdp_compile.ir.graph import Phase, Record, Role, StepGraph, record_of, require
@@ -128,8 +129,15 @@ def settle(graphs: Graphs, follow: Follow, settings: Settings) -> None:
     known = places[0].plans.get(key, [])
     if _takes_known(known, shown.planned, follow if settings.can_follow else None):
         return
+    rounds = [_Round(place, place.rendezvous(), next(place.compiles)) for place in places]
     with telling_all():
-        agreed = _exchange(places, shown, follow if settings.can_follow else None)
+        try:
+            agreed = _exchange(rounds, shown, follow if settings.can_follow else None)
+        except RefusedElsewhereError as error:
+            for _, room, number in rounds:
+                if room.name != error.heard_in:  # else all of its ranks hear of it
+                    room.refuse(number, error)
+            raise
     for place in places:
         place.plans.setdefault(key, []).append(_numbered(agreed))
 
@@ -149,10 +157,17 @@ def _takes_known(known: Sequence[Lines], mine: Lines, follow: Follow | None) -> 
     return False
 
 
-def _exchange(places: Sequence[RankStore], mine: _Shown, follow: Follow | None) -> Lines:
+class _Round(NamedTuple):
+    """The number of a round of one group, and where its ranks meet."""
+
+    place: RankStore
+    room: Rendezvous
+    number: int
+
+
+def _exchange(rounds: Sequence[_Round], mine: _Shown, follow: Follow | None) -> Lines:
     """Takes the plan of the first rank of each group in turn, and waits until all ranks have done so."""
     shown = mine
-    rounds = [(place, place.rendezvous(), next(place.compiles)) for place in places]
     for place, room, number in rounds:
         text = room.first(number, shown.digest, shown.text)
         if text is None:
@@ -284,13 +299,11 @@ def inserted_in(step: StepGraph) -> Lines:
 
 
 def refuse(flats: Iterable[Record], error: FSDPCompileError) -> None:
-    """Tells the ranks that compile the same as this one that it does not, or that another one does not."""
-    if isinstance(error, RankMismatchError | RankFailedError) and not isinstance(error, RefusedElsewhereError):
+    """Tells the ranks that compile the same as this one that it does not."""
+    if isinstance(error, RankMismatchError | RankFailedError):
         return  # all ranks know already
     specs = [spec for record in flats for spec in record.specs]
     for place in _places(a for s in specs for a in (s.group, s.replicate_group, s.post_forward_group, s.reduce_group)):
-        if isinstance(error, RefusedElsewhereError) and error.heard_in == place.prefix:
-            continue
         # Only ranks that have noted no plan yet all have to compile. A refusal counts as a round: ranks that compile
         # nothing would find it in their next round, in which this rank takes no part.
         if not place.plans:
