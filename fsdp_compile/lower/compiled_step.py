@@ -258,6 +258,14 @@ def entered(
 def _followed(args: tuple[Any, ...], groups: Groups) -> tuple[Any, ...]:
     """The arguments with the edges to the parameters that there are now."""
     for group in groups.values():
+        if group.is_converted:
+            raise UnsupportedModelError(
+                "parameters were converted since the last call of a compiled function, whose graph is for what they "
+                "were",
+                where=f"unit {group.title}",
+                instead="torch.compile(model) in the place of a compiled function, or one uncompiled forward of the "
+                "model after the conversion",
+            )
         group.unit.follow()
     thawed = [group for at, group in groups.items() if group.edge.requires_grad and not args[at].requires_grad]
     if thawed and torch.is_grad_enabled():

@@ -112,6 +112,27 @@ def test_gradients_of_inputs_leave_pending_gradients_where_they_are() -> None:
     run_ranks(_pending)
 
 
+def _converted() -> None:
+    model, tokens = _sharded(), torch.randint(0, 4, (2, 3), generator=torch.Generator().manual_seed(0))
+    embedding = torch.nn.functional.one_hot(tokens, WIDTH)
+
+    @torch.compile(backend=fsdp, options=EAGER)
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return model(x.to(next(iter(model.parameters())).dtype))
+
+    assert call(embedding).dtype is torch.float32
+    model.bfloat16()
+    with pytest.raises(UnsupportedModelError, match="parameters were converted since the last call"):
+        call(embedding)
+    model(embedding.bfloat16())
+    loss_of(call(embedding)).backward()
+    assert {p.grad.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+def test_a_compiled_function_does_not_go_on_with_the_parameters_before_a_conversion() -> None:
+    run_ranks(_converted)
+
+
 def _batched() -> None:
     model = _sharded()
     compiled = torch.compile(model, backend=fsdp, options=EAGER)
