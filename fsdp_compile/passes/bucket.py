@@ -29,7 +29,7 @@ from fsdp_compile.passes.bucketing.cast_once import cast_together
 from fsdp_compile.passes.bucketing.choose_layout import cheapest_bucket
 from fsdp_compile.passes.bucketing.copy_out import copy_together
 from fsdp_compile.passes.bucketing.fsdp2_layout import Reduced, write_packed_reduction
-from fsdp_compile.passes.bucketing.join_small import join_gathers, join_reductions
+from fsdp_compile.passes.bucketing.join_small import can_be_joined, join_gathers, join_reductions
 from fsdp_compile.passes.bucketing.messages import (
     Bucket,
     Message,
@@ -43,7 +43,7 @@ from fsdp_compile.passes.bucketing.split_edges import Groups, edges_of
 from fsdp_compile.passes.emit import all_gather
 from fsdp_compile.passes.emit.all_gather import full_node, post_forward_part
 from fsdp_compile.passes.emit.reduce import ON_THE_WAY, STARTS, add_partial, scale_after, stages
-from fsdp_compile.passes.follow_order import FollowOrder
+from fsdp_compile.passes.follow_order import FollowOrder, cannot_follow
 from fsdp_compile.passes.insert_collectives import join_pieces
 
 aten = torch.ops.aten
@@ -82,6 +82,8 @@ class BucketCollectives:
         reduced = [_reduce_single(node, flats) for node in step.nodes(*STARTS) if _sends_a_gradient(node)]
         if self.follow is not None:
             gathers, reductions = self.follow.group(step, gathered), self.follow.group(step, reduced)
+            if not all(_is_of_a_unit_or_joined(group, partials) for group in (*gathers, *reductions)):
+                raise cannot_follow(step)
         else:
             gathers, reductions = self._grouped(step, gathered, reduced, partials)
         for_reductions = self.hardware if self.reduce_layout is ReduceLayout.ALIGNED else None
@@ -117,6 +119,11 @@ class BucketCollectives:
             _write_gather(step, bucket, order)
         if plan.reductions:
             _write_reductions(step, plan.reductions, order, self.reduce_layout)
+
+
+def _is_of_a_unit_or_joined(group: Sequence[ParamCollective], partials: InputsByFlat) -> bool:
+    units = {require(single.start).unit for single in group}
+    return len(units) == 1 or all(can_be_joined(single, partials) for single in group)
 
 
 def _gather_single(start: fx.Node) -> ParamCollective:

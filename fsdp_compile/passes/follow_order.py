@@ -67,7 +67,7 @@ class FollowOrder:
         found: dict[int, list[tuple[int, ParamCollective]]] = {}
         for single in singles:
             if (at := place_of[single.start]) is None:
-                raise _cannot_follow(step)
+                raise cannot_follow(step)
             found.setdefault(at[0], []).append((at[1], single))
         return [[single for _, single in sorted(group, key=lambda at: at[0])] for group in found.values()]
 
@@ -81,7 +81,7 @@ class FollowOrder:
         pairs = (*pairwise(wanted), *pairwise(_in_place(step)), *neighbours(wanted, order))
         found = sort_nodes(list(step.graph.nodes), pairs)
         if found is None:
-            raise _cannot_follow(step)
+            raise cannot_follow(step)
         return FollowPlan(tuple(node for node in found if node.op not in ("placeholder", "output")))
 
     def apply(self, step: StepGraph, plan: FollowPlan) -> None:
@@ -97,7 +97,7 @@ class FollowOrder:
             by_line.setdefault(line, deque()).append(node)
         wanted = [by_line[line].popleft() for line in self.lines if by_line.get(line)]
         if len(wanted) != len(self.lines) or len(wanted) != len(starts):
-            raise _cannot_follow(step)
+            raise cannot_follow(step)
         return wanted
 
 
@@ -125,7 +125,8 @@ def _in_place(step: StepGraph) -> list[fx.Node]:
     ]
 
 
-def _cannot_follow(step: StepGraph) -> CannotFollowError:
+def cannot_follow(step: StepGraph) -> CannotFollowError:
+    """The error for a graph and an order that was given to it."""
     return CannotFollowError(
         f"the {step.phase.value} graph of this rank cannot start its collectives in the order of another rank's",
         where="options={'prefetch': 'auto'}, by which each rank plans for the sizes of its own batch",

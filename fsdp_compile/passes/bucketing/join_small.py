@@ -75,9 +75,14 @@ def _joined(groups: Iterable[Sequence[ParamCollective]], limit_bytes: int, parti
 
 def _kind(single: ParamCollective, partials: InputsByFlat) -> Hashable:
     """Equal for parameters whose collectives can be joined beyond their unit; `None` for all others."""
+    return (collective_of(single), single.spec.reshard) if can_be_joined(single, partials) else None
+
+
+def can_be_joined(single: ParamCollective, partials: InputsByFlat) -> bool:
+    """Whether a collective can be joined beyond its unit.
+
+    A hook is called once for each unit. Post-forward shards and accumulated gradients belong to the flat parameters of
+    one unit.
+    """
     spec = single.spec
-    # A hook is called once for each unit. Post-forward shards and accumulated gradients belong to the flat parameters
-    # of one unit.
-    if spec.hook or spec.post_forward_size > 1 or spec.compute or partials.of(single.flat) is not None:
-        return None
-    return collective_of(single), spec.reshard
+    return not (spec.hook or spec.post_forward_size > 1 or spec.compute or partials.of(single.flat) is not None)

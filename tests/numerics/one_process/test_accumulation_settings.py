@@ -136,7 +136,6 @@ def _planned() -> float:
     first, second, third = batches(3, 4 * dist.get_world_size())
     with no_sync(pair.compiled):
         pair.backward(first)
-    pair.compiled.set_reshard_after_backward(False)  # type: ignore[operator]
     pair.compiled.set_requires_all_reduce(False)  # type: ignore[operator]
     pair.backward(second)
     pair.compiled.set_requires_all_reduce(True)  # type: ignore[operator]
@@ -147,7 +146,7 @@ def _planned() -> float:
 @pytest.mark.long
 @pytest.mark.core
 @long.parametrize("world_size", [2, 4], always=[2])
-def test_a_planned_schedule_holds_and_keeps(world_size: int) -> None:
+def test_a_planned_schedule_holds_and_reduces_in_part(world_size: int) -> None:
     """On two ranks the replicas have shard groups of one rank, whose reductions are all-reduces alone."""
     assert max(run_ranks(_planned, world_size=world_size)) < CLOSE
 

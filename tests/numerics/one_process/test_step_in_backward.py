@@ -144,7 +144,8 @@ BITS = {
 @pytest.mark.core
 @long.parametrize("name", BITS, always=["momentum, accumulated"])
 def test_the_bits_are_those_of_a_step_after_backward(name: str) -> None:
-    updates = STEPS * (4 if name == "three graphs" else 3)
+    # Behind the graph breaks FSDP2's hooks gather the head, whose 2 parameters are updated one by one.
+    updates = STEPS * (5 if name == "three graphs" else 3)
     assert run_ranks(_bits, BITS[name]) == [(0, updates)] * 2
 
 
