@@ -167,6 +167,11 @@ def leave_forward(state: FSDPState) -> None:
         state._state_ctx.iter_forward_root = None
 
 
+def end_with_backward(state: FSDPState) -> None:
+    """Makes FSDP2 end its part of a backward, as its own hooks do where the output of the root comes from them."""
+    state._register_root_post_backward_final_callback()
+
+
 def replace_hooks(state: FSDPState, pre: Callable[[PreHook], PreHook], post: Callable[[PostHook], PostHook]) -> None:
     """Puts what `pre` and `post` make of them in the place of FSDP2's two forward hooks, in each module of a state."""
     for module in state._modules:

@@ -43,8 +43,8 @@ ATTRIBUTES: Mapping[Any, str] = {
     """,
     FSDPState: """
         _fsdp_param_group _fsdp_param_groups _is_root _lazy_init _modules _modules_to_run_forward _mp_policy
-        _post_forward_hook_handle _pre_forward_hook_handle _state_ctx _states_to_backward_prefetch
-        _states_to_forward_prefetch _training_state
+        _post_forward_hook_handle _pre_forward_hook_handle _register_root_post_backward_final_callback _state_ctx
+        _states_to_backward_prefetch _states_to_forward_prefetch _training_state
     """,
     FSDPStateContext: "all_states is_last_backward iter_forward_root",
     FSDPParamGroup: """

@@ -294,6 +294,8 @@ def _output_dtypes(unit: Unit) -> tuple[torch.dtype | None, torch.dtype | None]:
 
 @torch.compiler.disable
 def _begin(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    for each in (unit, *unit.inner_units):
+        each.leave_hooks()
     # Checkpointing by module hooks repeats the forward as it was: by hooks only if hooks have run its backward so far.
     repeats = fsdp2.training_state(unit.state) is fsdp2.TrainingState.PRE_BACKWARD
     if unit is unit.model.units[0] and unit.gatherer is not Gatherer.HOOKS:

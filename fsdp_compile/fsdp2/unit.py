@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch import fully_shard as fsdp2
 from fsdp_compile._torch import fully_shard_params as torch_params
-from fsdp_compile._torch.autograd import after_this_backward
+from fsdp_compile._torch.autograd import after_this_backward, backward_in_progress
 from fsdp_compile._torch.dynamo import call_of, is_on_stack, keep_sizes_fixed
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.fsdp2.module_class import refresh_reads, set_flat
@@ -304,6 +304,11 @@ class Unit:
         if not fsdp2.is_partly_run(self.state):
             self._swap(Gatherer.GRAPH)
 
+    def leave_hooks(self) -> None:
+        """Before a forward: leaves an earlier one in which only some modules ran, and which its backward has ended."""
+        if self.gatherer is Gatherer.HOOKS and fsdp2.training_state(self.state) is fsdp2.TrainingState.IDLE:
+            self._swap(Gatherer.GRAPH)
+
     def end_deferred(self) -> None:
         """Ends a call in which Python has read no parameter of the unit."""
         self.gatherer, self._call = Gatherer.GRAPH, None
@@ -418,7 +423,10 @@ class _Observer:
             if fsdp2.reduces(group.of_torch):  # what came since the forward; schedules of pipelines call this alone
                 group.pending.give_to_torch()
         run()
-        of_torch = self._of_torch()
+        unit, of_torch = self._unit(), self._of_torch()
+        if unit is not None and backward_in_progress() != -1:
+            # Nothing else does, where only some modules of the unit were called, around or after a graph.
+            fsdp2.end_with_backward(unit.state)
         if of_torch is not None and not fsdp2.reduces(of_torch):
             for group in self._groups():
                 if group.is_trainable:

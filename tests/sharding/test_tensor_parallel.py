@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import fsdp_compile
 from fsdp_compile import EMA, fully_shard
+from tests.beside import compile_eagerly
 from tests.models.tensor_parallel import VOCABULARY, Llama, split
 from tests.ranks import run_ranks
 
@@ -201,14 +202,15 @@ def test_average() -> None:
 def _changed_later() -> None:
     model = _sharded(_world())
     before = _values(model)
+    call: Any = compile_eagerly(model)
     model.bfloat16()
-    model(_batch()).backward()
+    call(_batch()).backward()
     assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.bfloat16}
     model.float()
     model.requires_grad_(requires_grad=False)
     model.head.requires_grad_()
     model.zero_grad()
-    model(_batch()).backward()
+    call(_batch()).backward()
     assert {name for name, p in model.named_parameters() if p.grad is not None} == {"head.weight"}
     _assert_close(_values(model), {name: value.bfloat16().float() for name, value in before.items()})
 
