@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import fx
+from torch import fx, nn
 
 from fsdp_compile._torch.dynamo import (
     FrameToCompile,
@@ -187,8 +187,8 @@ def _before_compile(frame: FrameToCompile) -> None:
     plain.shard_in_frame(frame)
     for module in plain.modules_of(frame):
         take_over_all(module)
-    if frame.starts is not None:
-        unaveraged.refuse_plain_forward(frame.starts)
+        if module is frame.starts or isinstance(module, nn.RNNBase):  # Dynamo leaves calls of the latter to Python
+            unaveraged.refuse_plain_forward(module)
 
 
 tell_of_uncaught_errors()

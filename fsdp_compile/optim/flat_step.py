@@ -37,6 +37,16 @@ _FLAT = "_fsdp_flat"
 Chosen = TypeVar("Chosen", bound=optim.Optimizer)
 
 
+def require_elementwise(optimizer: optim.Optimizer, *, where: str) -> None:
+    """Raises `ConfigError` for an optimizer that is not known to update each element by itself."""
+    if type(optimizer) not in ELEMENTWISE:
+        raise ConfigError(
+            f"{type(optimizer).__name__} is not known to update each element by itself",
+            where=where,
+            instead=f"one of {', '.join(c.__name__ for c in ELEMENTWISE)}; or elementwise=True if you are sure",
+        )
+
+
 def flat_step(optimizer: Chosen, *, elementwise: bool = False) -> Chosen:
     """Makes `optimizer.step()` update the memory of shards: the same bits, in less time for small parameters.
 
@@ -55,12 +65,8 @@ def flat_step(optimizer: Chosen, *, elementwise: bool = False) -> Chosen:
     Raises:
         ConfigError: For an optimizer that is not known to be elementwise.
     """
-    if not elementwise and type(optimizer) not in ELEMENTWISE:
-        raise ConfigError(
-            f"{type(optimizer).__name__} is not known to update each element by itself",
-            where="flat_step(optimizer)",
-            instead=f"one of {', '.join(c.__name__ for c in ELEMENTWISE)}; or elementwise=True if you are sure",
-        )
+    if not elementwise:
+        require_elementwise(optimizer, where="flat_step(optimizer)")
     if _FLAT not in vars(optimizer):
         flat = FlatStep(optimizer.step)
 

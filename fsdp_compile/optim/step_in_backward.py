@@ -11,20 +11,8 @@ from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2.module_class import refresh_reads
 from fsdp_compile.fsdp2.take_over import models
 from fsdp_compile.fsdp2.updates import UpdateHook, updater_of
+from fsdp_compile.optim.flat_step import require_elementwise
 
-ELEMENTWISE = (
-    optim.SGD,
-    optim.Adam,
-    optim.AdamW,
-    optim.NAdam,
-    optim.RAdam,
-    optim.Adamax,
-    optim.Adagrad,
-    optim.Adadelta,
-    optim.RMSprop,
-    optim.Rprop,
-)
-"""torch's optimizers whose update of an element depends on that element's value, gradient and state alone."""
 _WHERE = "step_in_backward(optimizer)"
 Chosen = TypeVar("Chosen", bound=optim.Optimizer)
 
@@ -49,12 +37,8 @@ def step_in_backward(optimizer: Chosen, *, elementwise: bool = False) -> Chosen:
         ConfigError: For an optimizer that is not known to be elementwise; or if another one updates a parameter in
             backward. In backward, if the optimizer counts its steps in its groups.
     """
-    if not elementwise and type(optimizer) not in ELEMENTWISE:
-        raise ConfigError(
-            f"{type(optimizer).__name__} is not known to update each element by itself",
-            where=_WHERE,
-            instead=f"one of {', '.join(c.__name__ for c in ELEMENTWISE)}; or elementwise=True if you are sure",
-        )
+    if not elementwise:
+        require_elementwise(optimizer, where=_WHERE)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for parameter in parameters:  # all of them before the first is changed
         _refuse(optimizer, parameter)

@@ -349,7 +349,7 @@ def _refuses_on_one(mesh_shape: tuple[int, ...]) -> tuple[str, int]:
 
 
 @pytest.mark.core
-@long.parametrize("mesh_shape", [(2,), (2, 2)], always=[(2,)])
+@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)])
 def test_who_would_wait_for_a_rank_that_refuses_hears_why_and_may_try_again(mesh_shape: tuple[int, ...]) -> None:
     *others, last = run_ranks(_refuses_on_one, mesh_shape, world_size=math.prod(mesh_shape), timeout_s=200)
     assert "refused to compile" not in last[0]
