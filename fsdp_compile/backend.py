@@ -23,7 +23,6 @@ from fsdp_compile.capture.functions import leave_functional_call, returned_reads
 from fsdp_compile.capture.reject_writes import refuse_writes
 from fsdp_compile.capture.shard_embeddings import shard_lookups
 from fsdp_compile.capture.whole_model import is_whole_model, refuse_budget_of_a_part
-from fsdp_compile.comm.failures import tell_of_uncaught_errors
 from fsdp_compile.cost.calibrated import refuse_elsewhere
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2.param_group import ParamGroup
@@ -191,7 +190,6 @@ def _before_compile(frame: FrameToCompile) -> None:
             unaveraged.refuse_plain_forward(module)
 
 
-tell_of_uncaught_errors()
 double_recompile_limit()
 note_backend(fsdp)
 plain.watch(fsdp)

@@ -18,6 +18,8 @@ from fsdp_compile.layout.spec import GradPlacement, UnshardSpec, parse
 from fsdp_compile.ops.embedding import LOOK_UP
 from fsdp_compile.ops.unshard import UNSHARD
 
+_PENDING = {GradPlacement.UNREDUCED: Role.UNREDUCED_GRAD, GradPlacement.REDUCE_SCATTERED: Role.PARTIAL_GRAD}
+
 
 def flat_inputs(inputs: Sequence[object]) -> dict[int, Record]:
     """Finds flat tensors, and the inputs that belong to them, among the inputs of Dynamo's graph."""
@@ -38,13 +40,10 @@ def flat_inputs(inputs: Sequence[object]) -> dict[int, Record]:
                 extra[id(group.gathered[param.spec.offset])] = dataclasses.replace(
                     record, role=Role.UNSHARDED_PARAM, parameters=(param.name,), specs=(param.spec,)
                 )
-        for role, placement in (
-            (Role.UNREDUCED_GRAD, GradPlacement.UNREDUCED),
-            (Role.PARTIAL_GRAD, GradPlacement.REDUCE_SCATTERED),
-        ):
-            if placement in group.pending.placements:
-                extra[id(group.pending.leaf(placement))] = dataclasses.replace(record, role=Role.GRAD_ACCUMULATOR)
-                extra[id(group.pending.blank(placement))] = dataclasses.replace(record, role=role)
+        for leaf in group.pending.leaves.values():
+            extra[id(leaf)] = dataclasses.replace(record, role=Role.GRAD_ACCUMULATOR)
+        for placement, blank in group.pending.blanks.items():
+            extra[id(blank)] = dataclasses.replace(record, role=_PENDING[placement])
     return found | {i: extra[id(value)] for i, value in enumerate(inputs) if id(value) in extra}
 
 

@@ -16,6 +16,7 @@ from torch import nn
 from fsdp_compile._torch.autograd import after_this_backward, backward_in_progress, will_accumulate
 from fsdp_compile._torch.dynamo import keep_address, keep_sizes_fixed
 from fsdp_compile.errors import UnsupportedModelError
+from fsdp_compile.layout.spec import GradPlacement
 
 if TYPE_CHECKING:
     from fsdp_compile.fsdp2.param_group import ParamGroup
@@ -37,11 +38,14 @@ def of_group(group: ParamGroup, parameters: Sequence[nn.Parameter]) -> torch.Ten
     return made
 
 
-def accumulated(group: ParamGroup) -> set[int]:
-    """Offsets of the parameters into whose `.grad` the backward that runs puts what arrives at the edge.
+def accumulated(group: ParamGroup, placement: GradPlacement) -> set[int]:
+    """Offsets of the parameters whose gradients the backward that runs keeps, of a graph that reduces them so far.
 
     None in `torch.autograd.grad`, those alone that `backward(inputs=)` names, and none that was frozen since.
     """
+    if placement is not GradPlacement.REDUCED:
+        accumulator = torch.autograd.graph.get_gradient_edge(group.pending.leaf(placement)).node
+        return {p.spec.offset for p in group.params} if will_accumulate(accumulator) else set()
     node = group.edge.grad_fn
     leaves = node.next_functions if node is not None else ()
     return {

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fsdp_compile._torch import fully_shard as fsdp2
 from fsdp_compile._torch import fully_shard_params as torch_params
 from fsdp_compile._torch.dynamo import keep_sizes_fixed
 from fsdp_compile.errors import UnsupportedModelError
@@ -49,13 +48,15 @@ class PendingGrads:
 
     Attributes:
         placements: How far gradients have ever been left unreduced; graphs that reduce take these sums from then on.
+        leaves: What `leaf` has made.
+        blanks: What `blank` has made.
     """
 
     def __init__(self, group: ParamGroup) -> None:
         self._group = weakref.ref(group)
         self._sums: dict[GradPlacement, _Sum] = {}
-        self._leaves: dict[GradPlacement, torch.Tensor] = {}
-        self._blanks: dict[GradPlacement, torch.Tensor] = {}
+        self.leaves: dict[GradPlacement, torch.Tensor] = {}
+        self.blanks: dict[GradPlacement, torch.Tensor] = {}
         self.placements: set[GradPlacement] = set()
 
     @property
@@ -84,25 +85,25 @@ class PendingGrads:
 
     def leaf(self, placement: GradPlacement) -> torch.Tensor:
         """The leaf to which graphs send gradients that they do not reduce; it takes the memory of one element."""
-        if placement not in self._leaves:
+        if placement not in self.leaves:
             with torch.inference_mode(mode=False):
                 one = torch.zeros(1, dtype=self.dtype(), device=self.device())
                 leaf = one.expand(self.numel(placement)).requires_grad_()
             leaf.register_post_accumulate_grad_hook(_Collect(self.group, placement))
             keep_sizes_fixed(leaf)
-            self._leaves[placement] = leaf
+            self.leaves[placement] = leaf
             self.placements.add(placement)
-        return self._leaves[placement]
+        return self.leaves[placement]
 
     def blank(self, placement: GradPlacement) -> torch.Tensor:
         """What graphs take for a sum: its shape, without memory."""
-        if placement not in self._blanks:
+        if placement not in self.blanks:
             with torch.inference_mode(mode=False):
                 blank = torch.empty(self.numel(placement), dtype=self.dtype(), device=self.device())
             blank.untyped_storage().resize_(0)
             keep_sizes_fixed(blank)
-            self._blanks[placement] = blank
-        return self._blanks[placement]
+            self.blanks[placement] = blank
+        return self.blanks[placement]
 
     def add(self, placement: GradPlacement, grad: torch.Tensor, offsets: Collection[int]) -> None:
         """Adds the gradients of one backward."""
@@ -168,7 +169,7 @@ class PendingGrads:
             UnsupportedModelError: For gradients that lack their sum over replicas.
         """
         if GradPlacement.REDUCE_SCATTERED in self._sums:
-            raise self._partial_refusal("a compiled backward", "not compiled")
+            raise self.partial_refusal("a compiled backward", "not compiled")
         unreduced = self._sums.pop(GradPlacement.UNREDUCED, None)
         if unreduced is not None:
             for param in self.group.params_at(unreduced.offsets):
@@ -188,12 +189,8 @@ class PendingGrads:
                 rows = gradient_rows(_EAGER, grad.to(self.dtype()), param.spec)
                 self._add_in_slot(GradPlacement.UNREDUCED, param, rows)
 
-    def refuse_partial_of_torch(self) -> None:
-        """Raises `UnsupportedModelError` if FSDP2 has gradients that lack their sum over replicas."""
-        if fsdp2.has_partial_gradients(self.group.of_torch):
-            raise self._partial_refusal("an uncompiled backward", "compiled")
-
-    def _partial_refusal(self, before: str, after: str) -> UnsupportedModelError:
+    def partial_refusal(self, before: str, after: str) -> UnsupportedModelError:
+        """The error for gradients that lack their sum over replicas where the next forward cannot take them."""
         return UnsupportedModelError(
             f"gradients of {before} wait for their sum over replicas, and the next forward is {after}",
             where=f"set_requires_all_reduce(False), unit {self.group.title}",

@@ -346,7 +346,8 @@ class Unit:
         if self.gatherer is not Gatherer.HOOKS and not self.only_hooks:
             self._follow_gathered(by_hooks=by_hooks)
             for group in () if by_hooks else self.groups:
-                group.pending.refuse_partial_of_torch()
+                if fsdp2.has_partial_gradients(group.of_torch):
+                    raise group.pending.partial_refusal("an uncompiled backward", "compiled")
         for group in self.groups:
             if group.follow_parameters():
                 set_flat(group)

@@ -135,7 +135,9 @@ class CompiledStep:
         ]
         for each, offsets in zip(self.grads, produced, strict=True):
             if each.flat in groups and each.update is Update.IN_BACKWARD:
-                groups[each.flat].updates.chosen = edge.accumulated(groups[each.flat]).intersection(offsets)
+                groups[each.flat].updates.chosen = edge.accumulated(
+                    groups[each.flat], each.grad_placement
+                ).intersection(offsets)
         return groups, produced
 
     def _take(self, args: list[Any], each: GradOutput, group: ParamGroup | None) -> Collection[int]:
@@ -143,7 +145,9 @@ class CompiledStep:
         waiting = set[int]()
         ends = each.grad_placement is not GradPlacement.UNREDUCED
         asks = group is not None and ends and (group.unit.model.has_pending or group.ends_backward)
-        accumulated = edge.accumulated(group).intersection(each.offsets) if asks and group is not None else set[int]()
+        accumulated = set[int]()
+        if asks and group is not None:
+            accumulated = edge.accumulated(group, each.grad_placement).intersection(each.offsets)
         for at, placement in (
             (each.unsharded_accumulated_grad, GradPlacement.UNREDUCED),
             (each.partial_reduce_output, GradPlacement.REDUCE_SCATTERED),

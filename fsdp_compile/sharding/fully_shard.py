@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from fsdp_compile._torch import fully_shard_calls as private
+from fsdp_compile.comm.failures import tell_of_uncaught_errors
 from fsdp_compile.config.policy import AnyOffloadPolicy, AnyPrecisionPolicy, WrapPolicy, as_mixed_precision, as_offload
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2.buffers import cast_buffers, in_own_dtype
@@ -40,6 +41,8 @@ from fsdp_compile.sharding.replicated import Home, Place, ReplicatedParams
 from fsdp_compile.sharding.units import Unit, open_modules, plan_units
 
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
+
+tell_of_uncaught_errors()  # also of those that come before anything is sharded
 
 
 def fully_shard(  # noqa: PLR0913  FSDP's arguments

@@ -55,7 +55,7 @@ _COMPILED: dict[str, tuple[str, str | None]] = {
     "killed later": (_GONE, r"Signal 9 \(SIGKILL\)"),
     "stopped first": (_GONE, None),
     "stopped later": (_GONE, None),
-    "other setting": (r"rank 0 and rank 1 shard a model differently(?s:.)*torch\.bfloat16\] on rank 1", None),
+    "other setting": (r"rank 0 and rank 1 compile different collectives(?s:.)*torch\.bfloat16.* on rank 1", None),
     "wrong option": (r"rank 1 failed: (fsdp_compile\.errors\.)?ConfigError: (?s:.)*prefetch", "prefetch"),
     "broken fake": (r"rank 1 failed: (?s:.)*this fake implementation is broken", "this fake implementation is broken"),
     # A rank that asks late finds that the other one has not only refused, but ended.

@@ -86,7 +86,7 @@ def _possible(script: Script) -> Script:
     if script.shard is Shard.NOTHING and (script.form is Form.NOTHING or script.half):
         # The first call of a plain model has begun before it is sharded, so its inputs cannot be cast.
         return dataclasses.replace(script, shard=Shard.MODEL)
-    if script.shard is Shard.NOTHING and script.accumulation is Accumulation.SET_SYNC:
+    if script.shard is Shard.NOTHING and script.accumulation in (Accumulation.SET_SYNC, Accumulation.KEPT):
         return dataclasses.replace(script, accumulation=Accumulation.NO_SYNC)  # plain modules have no such method
     return script
 

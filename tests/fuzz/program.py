@@ -64,6 +64,7 @@ class Accumulation(StrEnum):
     EACH = "reduced each"
     NO_SYNC = "no_sync"
     SET_SYNC = "set_requires_gradient_sync"
+    KEPT = "reduced each, unsharded until the last one"
 
 
 class Loss(StrEnum):
@@ -81,7 +82,6 @@ class Touch(StrEnum):
     FULL = "full_params, and values changed there"
     UNSHARD = "unshard() before the forward"
     RESHARD = "unshard() and reshard()"
-    KEEP = "set_reshard_after_backward(False)"
 
 
 class Reload(StrEnum):
@@ -176,7 +176,6 @@ _TOUCHES = {
     Touch.FULL: "with side.full_params(model), torch.no_grad():\n    for p in model.parameters():\n        p.mul_(0.9)",
     Touch.UNSHARD: "side.method(model, 'unshard')",
     Touch.RESHARD: "side.method(model, 'unshard')\nside.method(model, 'reshard')",
-    Touch.KEEP: "side.method(model, 'set_reshard_after_backward', step % 2 == 1)",
 }
 _CALLS = {
     Place.BLOCK: "x = self.b{i}(x, ids)",
@@ -296,6 +295,8 @@ def _train(script: Script) -> str:
             Accumulation.EACH: batch,
             Accumulation.NO_SYNC: "with side.no_sync(model):\n" + textwrap.indent(batch, " " * 4),
             Accumulation.SET_SYNC: f"side.set_sync(model, False)\n{batch}\nside.set_sync(model, True)",
+            Accumulation.KEPT: f"side.method(model, 'set_reshard_after_backward', False)\n{batch}\n"
+            "side.method(model, 'set_reshard_after_backward', True)",
         }[script.accumulation],
         batch,
         "side.see_gradients(model)",
