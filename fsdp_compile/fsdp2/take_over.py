@@ -118,8 +118,7 @@ def take_over(state: fsdp2.FSDPState) -> Model:
             unit.make_groups(titles)
             for group in unit.groups:
                 group.pending.take_from_torch()
-                if fsdp2.has_partial_gradients(group.of_torch):
-                    raise group.pending.partial_refusal("an uncompiled backward", "compiled")
+            unit.refuse_partial_of_torch()
             fsdp2.replace_hooks(each, functools.partial(_pre_hook, unit), functools.partial(_post_hook, unit))
             model.units.append(unit)
         _give_classes(model)

@@ -345,13 +345,18 @@ class Unit:
         self.follow_prefetch()
         if self.gatherer is not Gatherer.HOOKS and not self.only_hooks:
             self._follow_gathered(by_hooks=by_hooks)
-            for group in () if by_hooks else self.groups:
-                if fsdp2.has_partial_gradients(group.of_torch):
-                    raise group.pending.partial_refusal("an uncompiled backward", "compiled")
+            if not by_hooks:
+                self.refuse_partial_of_torch()
         for group in self.groups:
             if group.follow_parameters():
                 set_flat(group)
                 refresh_reads(group)
+
+    def refuse_partial_of_torch(self) -> None:
+        """Raises `UnsupportedModelError` if FSDP2 has gradients that lack their sum over replicas."""
+        for group in self.groups:
+            if fsdp2.has_partial_gradients(group.of_torch):
+                raise group.pending.partial_refusal("an uncompiled backward", "compiled")
 
     def _follow_gathered(self, *, by_hooks: bool) -> None:
         for of_torch in fsdp2.groups_of(self.state):
