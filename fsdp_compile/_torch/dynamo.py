@@ -67,23 +67,31 @@ _SAVED: tuple[type, ...] = tuple(
 
 
 @contextmanager
-def given_output_strides(strides: Sequence[tuple[int, ...] | None]) -> Iterator[None]:
-    """Tells AOTAutograd the strides of a graph's outputs, and not those of the graphs that are compiled in the block.
+def compiled_in_parts(strides: Sequence[tuple[int, ...] | None]) -> Iterator[None]:
+    """For a block that compiles parts of a graph: what AOTAutograd says and asks of the whole is not theirs.
+
+    It numbers the inputs of a backward whose memory may be used again, and asks for the strides of outputs.
 
     Args:
-        strides: Of each output, in elements; `None` for one that is no tensor.
+        strides: Of each output of the whole graph, in elements; `None` for one that is no tensor.
     """
     context = TracingContext.try_get()
-    asked = None if context is None else context.output_strides
-    if context is None or asked is None:
+    if context is None:
         yield
         return
+    asked, metadata = context.output_strides, context.fw_metadata
+    reusable = getattr(metadata, "bw_donated_idxs", None)
     context.output_strides = None
+    if reusable:
+        metadata.bw_donated_idxs = None
     try:
         yield
     finally:
         context.output_strides = asked
-    asked.extend(strides)
+        if reusable:
+            metadata.bw_donated_idxs = reusable
+    if asked is not None:
+        asked.extend(strides)
 
 
 def is_saved_for_backward(description: object) -> bool:
@@ -107,6 +115,12 @@ def index_among_inputs(placeholder: fx.Node, position: int) -> int | None:
     if described is None:
         return position
     return described.idx if isinstance(described, PlainAOTInput) else None
+
+
+def index_of_source(described: object) -> int | None:
+    """Of which input of Dynamo's graph an output of AOTAutograd's backward is the gradient, by its description."""
+    source = getattr(described, "grad_of", None)
+    return source.idx if isinstance(source, PlainAOTInput) else None
 
 
 MODULE_CALLS = frozenset({"__call__", "_call_impl"})

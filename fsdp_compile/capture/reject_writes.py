@@ -134,6 +134,5 @@ def _refusal(node: fx.Node) -> UnsupportedModelError:
     return UnsupportedModelError(
         "the compiled forward changes a gathered parameter in place, which would be lost",
         where=source_line(node),
-        instead="do it between steps, or in a function under @torch.compiler.disable and torch.no_grad() that takes "
-        "the parameter from parameters()",
+        instead="do it between steps, under torch.no_grad(), to the parameters of model.parameters()",
     )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fsdp_compile._torch.dynamo import given_output_strides
+from fsdp_compile._torch.dynamo import compiled_in_parts
 from fsdp_compile.lower.compiled_step import Compiled
 from fsdp_compile.lower.segments import Segment, cut, graph_of, has_open_sizes, text_of
 
@@ -36,7 +36,7 @@ def compile_segments(gm: fx.GraphModule, compile_one: CompileOne) -> Compiled:
     parts: list[tuple[Segment, Compiled] | fx.Node] = []
     (output,) = gm.graph.find_nodes(op="output")
     results = [value.meta.get("val") if isinstance(value, fx.Node) else None for value in output.args[0]]
-    with given_output_strides([made.stride() if isinstance(made, torch.Tensor) else None for made in results]):
+    with compiled_in_parts([made.stride() if isinstance(made, torch.Tensor) else None for made in results]):
         for part in cut(gm.graph):
             if isinstance(part, fx.Node):
                 parts.append(part)

@@ -12,6 +12,7 @@ import dataclasses
 
 from torch import fx
 
+from fsdp_compile._torch.dynamo import index_among_inputs, index_of_source
 from fsdp_compile.ir.edit import GraphBuilder, move_after
 from fsdp_compile.ir.graph import MADE, Role, Stage, StepGraph, require, role_of
 from fsdp_compile.ir.queries import InputsByFlat, flat_of, last_of, readers, upstream
@@ -99,11 +100,20 @@ def claim_gradients(forward: StepGraph, backward: StepGraph) -> None:
     Until `release_gradients`, before the graph is lowered.
     """
     updated = {flat_of(require(node)): node.all_input_nodes[0] for node in backward.nodes(Role.UPDATE)}
-    returned = list(_returned(backward))
-    for i, node in enumerate(forward.graph.find_nodes(op="placeholder")):
-        if role_of(node) is Role.FLAT:
-            returned[i] = updated.get(flat_of(require(node)), returned[i])
-    backward.output.args = (tuple(returned),)
+    if not updated:
+        return
+    flats = {
+        index_among_inputs(node, position): flat_of(require(node))
+        for position, node in enumerate(forward.graph.find_nodes(op="placeholder"))
+        if role_of(node) is Role.FLAT
+    }
+    sources = map(index_of_source, backward.output.meta["desc"])
+    backward.output.args = (
+        tuple(
+            updated[flats[source]] if source in flats and flats[source] in updated else out
+            for source, out in zip(sources, _returned(backward), strict=True)
+        ),
+    )
 
 
 def release_gradients(backward: StepGraph) -> None:

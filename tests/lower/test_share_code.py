@@ -139,7 +139,7 @@ def _numbers(kind: str) -> Differences:
 
 
 @pytest.mark.inductor
-@long.parametrize("kind", TRAINED, always=["odd-shapes"])
+@long.parametrize("kind", TRAINED, always=["odd-shapes", "checkpointed"])
 def test_numbers_are_those_of_one_process(kind: str) -> None:
     assert_equal_training(run_ranks(_numbers, kind))
 
