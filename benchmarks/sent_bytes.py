@@ -42,8 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             if held is not None:
                 row["least_bytes"] = bound.least_bytes(held, sizes, arguments.ranks, bound.exchanged_bytes(row)).total
                 row["least_share"] = least_share(row["least_bytes"], world.traffic.total_bytes)
-            row["padding"] = padding(prepared.model, arguments.ranks)
-            row["copied_bytes"] = copied_bytes(prepared.model)
+            ours = name.startswith("fsdp_compile")  # FSDP2's models have units as well, and no graphs
+            row["padding"] = padding(prepared.model, arguments.ranks) if ours else None
+            row["copied_bytes"] = copied_bytes(prepared.model) if ours else None
             rows.append(row)
         rows += [{"contender": name, **samples.to_dict()} for name, samples in failed.items()]
     columns: Columns = {
@@ -64,17 +65,15 @@ def least_share(least_bytes: float, sent_bytes: float) -> float:
     return least_bytes / sent_bytes if sent_bytes else 1.0
 
 
-def padding(model: nn.Module, ranks: int) -> float | None:
-    """Padding over parameters in the parameter groups of `fsdp_compile`; `None` for a model that it did not shard."""
+def padding(model: nn.Module, ranks: int) -> float:
+    """Padding over parameters in the parameter groups of `fsdp_compile`."""
     groups = [group for unit in fsdp_compile.units(model) for group in unit.groups]
     full = sum(prod(p.spec.shape) * group.flat.element_size() for group in groups for p in group.params)
-    return sum(group.flat.nbytes for group in groups) * ranks / full - 1 if groups else None
+    return sum(group.flat.nbytes for group in groups) * ranks / full - 1
 
 
-def copied_bytes(model: nn.Module) -> dict[str, int] | None:
-    """What the graphs that ran copy around collectives in a step, by way; `None` for a model that is not ours."""
-    if not fsdp_compile.units(model):
-        return None
+def copied_bytes(model: nn.Module) -> dict[str, int]:
+    """What the graphs that ran copy around collectives in a step, by way."""
     graphs = fsdp_compile.explain(model).graphs
     return {way.value: sum(graph.copied_bytes[way] for graph in graphs) for way in Way}
 

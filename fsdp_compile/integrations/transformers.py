@@ -19,7 +19,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, TrainerCallback, TrainerState, TrainingArguments
+from transformers.distributed import DistributedConfig
 
 from fsdp_compile.errors import CheckpointError, ConfigError
 from fsdp_compile.formats.dcp_files import SafePlanner, SafeReader
@@ -60,7 +62,9 @@ class FSDPCallback(TrainerCallback):
         model.compile(backend="fsdp", options=dict(options or {}))
         # So Trainer leaves averaging to the model, and calls `save_pretrained` on all ranks.
         model._is_distributed_loading_by_transformers = True
-        object.__setattr__(model, "save_pretrained", _SavePretrained(model))
+        model.config.distributed_config = _distribution(model)
+        if model.config.distributed_config.dp_size == 1:  # transformers gathers nothing to save it
+            object.__setattr__(model, "save_pretrained", _SavePretrained(model))
         object.__setattr__(model, "load_state_dict", _LoadStateDict(model))
         self._model = model
         self._resumed: Path | None = None
@@ -120,15 +124,14 @@ class FSDPCallback(TrainerCallback):
 
 
 class _SavePretrained:
-    """`model.save_pretrained`, called on all ranks: the main process writes the full model."""
+    """`model.save_pretrained` on one rank."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
 
-    def __call__(self, save_directory: str | Path, is_main_process: bool = True, **kwargs: Any) -> None:  # noqa: FBT001, FBT002
-        with full_params(self.model, writeback=False, rank0_only=True, offload_to_cpu=True):
-            if is_main_process:
-                type(self.model).save_pretrained(self.model, save_directory, **kwargs)
+    def __call__(self, save_directory: str | Path, **kwargs: Any) -> None:
+        with full_params(self.model, writeback=False):
+            type(self.model).save_pretrained(self.model, save_directory, **kwargs)
 
 
 class _LoadStateDict:
@@ -140,6 +143,15 @@ class _LoadStateDict:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with full_params(self.model):
             return type(self.model).load_state_dict(self.model, *args, **kwargs)
+
+
+def _distribution(model: PreTrainedModel) -> DistributedConfig:
+    """What transformers goes by when it accumulates gradients and saves: on how many ranks shards and replicas are."""
+    sharded = next(p for p in model.parameters() if isinstance(p, DTensor))
+    sizes = dict.fromkeys((True, False), 1)
+    for size, placement in zip(sharded.device_mesh.shape, sharded.placements, strict=True):
+        sizes[placement.is_replicate()] *= size
+    return DistributedConfig(fsdp_size=sizes[False], dp_replicate_size=sizes[True])
 
 
 def _refuse(args: TrainingArguments) -> None:

@@ -170,6 +170,7 @@ def test_plans_of_unnamed_hardware_depend_on_hosts_and_float32_matmuls(monkeypat
 def test_other_hosts_or_float32_matmuls_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(before)  # what was never set is another setting to torch
     with fake_world(2), _new_folder(tmp_path / "cache"):
         _step()
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
