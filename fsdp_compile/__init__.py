@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    __version__: str
     from fsdp_compile.backend import fsdp
     from fsdp_compile.config.policy import MixedPrecision
     from fsdp_compile.config.prefetch import FSDPPrefetch
@@ -152,6 +153,10 @@ def _load(name: str) -> Any:
     """A public name at its first use; afterwards it is an ordinary attribute."""
     if name in _REMOVED:
         raise _load("ConfigError")(f"{name} was removed", where=f"{__name__}.{name}", instead=_REMOVED[name])
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("fsdp-compile")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
     value = globals()[name] = getattr(import_module(_HOMES[name]), name)

@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+import fsdp_compile
+from fsdp_compile.cli.main import main
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -20,9 +23,12 @@ def _python(code: str) -> str:
     return result.stdout.strip()
 
 
-def test_the_installed_version_is_the_declared_one() -> None:
+def test_the_installed_version_is_the_declared_one(capsys: pytest.CaptureFixture[str]) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert distribution("fsdp-compile").version == project["version"]
+    assert distribution("fsdp-compile").version == fsdp_compile.__version__ == project["version"]
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"fsdp-compile {project['version']}\n"
 
 
 def test_only_the_extras_bring_optional_dependencies() -> None:

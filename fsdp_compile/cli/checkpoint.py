@@ -20,7 +20,7 @@ NAME = "checkpoint"
 ABOUT = "Show, verify and convert checkpoints of any format; needs no model and no ranks, and executes nothing in them."
 
 _PATH: Final = (
-    "a folder of torch.distributed.checkpoint, of fsdp-compile train (one step, or all), a file of torch.save, "
+    "a folder of torch.distributed.checkpoint, of fsdp-compile train (a step, or a run), a file of torch.save, "
     "a file of safetensors, or a folder of them"
 )
 

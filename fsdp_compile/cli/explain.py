@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import sys
 from collections.abc import Callable, Mapping
@@ -11,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from fsdp_compile.cli.named import named_function
 from fsdp_compile.config.choices import (
     DEVICES,
     DTYPES,
@@ -27,6 +27,7 @@ from fsdp_compile.errors import ConfigError
 if TYPE_CHECKING:
     from torch import nn
 
+    from fsdp_compile.cost.hardware import Hardware
     from fsdp_compile.explain.plan import Plan
 
 NAME = "explain"
@@ -62,7 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lower", choices=LOWER, default="inductor", help="default: inductor")
     parser.add_argument("--device", metavar="NAME", help=f"one of {', '.join(DEVICES)} (default: {_DEVICE})")
     parser.add_argument(
-        "--link", metavar="NAME", help=f"between hosts: one of {', '.join(LINKS)}; or GB/s per rank (default: {_LINK})"
+        "--link",
+        metavar="NAME",
+        help=f"between hosts: one of {', '.join(LINKS)}; or GB/s per rank, for all groups (default: {_LINK})",
     )
     parser.add_argument(
         "--ranks-per-host", type=int, metavar="N", help="default: as torchrun says, else as hosts usually have"
@@ -102,6 +105,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     named = hardware(arguments.device or _DEVICE, link, ranks_per_host=arguments.ranks_per_host)
     there = named if arguments.hardware is None else load_hardware(arguments.hardware)
+    if isinstance(link, str):
+        _check_link(arguments, named)
 
     with torch.device("meta"):
         model, args, kwargs = _built_in() if arguments.model is None else _load(arguments.model)
@@ -132,7 +137,7 @@ def _check(arguments: argparse.Namespace, link: str | float) -> None:
             instead="--scaling FILE beside it, or --world-size N",
         )
     for ranks in arguments.world_sizes or ():
-        check_world_size(ranks)
+        check_world_size(ranks, "--world-sizes")
     if arguments.hardware is not None:
         _check_file(arguments)
     if isinstance(link, float):
@@ -142,6 +147,18 @@ def _check(arguments: argparse.Namespace, link: str | float) -> None:
         check_name(link, LINKS, "link")
     check_prefetch(arguments.prefetch)
     check_world_size(arguments.world_size)
+
+
+def _check_link(arguments: argparse.Namespace, there: Hardware) -> None:
+    """Refuses a network that was chosen, and that no group of ranks uses."""
+    sizes = [arguments.world_size, *(() if arguments.scaling is None else arguments.world_sizes or _WORLD_SIZES)]
+    if arguments.link is not None and max(sizes) <= there.local_size:
+        raise ConfigError(
+            f"the {max(sizes)} ranks share a host of {there.local_size} and send on its {there.device.near.name}; "
+            f"{arguments.link} would be between hosts",
+            where="--link",
+            instead="a larger --world-size, a smaller --ranks-per-host, or a number: GB/s per rank on every link",
+        )
 
 
 def _check_file(arguments: argparse.Namespace) -> None:
@@ -205,13 +222,7 @@ def _load(path: str) -> tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]:
     """Calls the function that a path names."""
     from torch import nn
 
-    module_name, _, function_name = path.partition(":")
-    sys.path.insert(0, "")  # as `python -m` does, so that a file in the current folder is found
-    try:
-        function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"cannot find {path}: {error}", instead=f"package.module:function, {_CONTRACT}") from error
-    made = function()
+    made = named_function(path, _CONTRACT)()
     match made:
         case (nn.Module() as model, tuple() as args):
             return model, args, {}

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from fsdp_compile.cli import bench, calibrate, checkpoint, explain, opt, parity, train
-from fsdp_compile.errors import ConfigError, UnsupportedModelError
+from fsdp_compile.errors import ConfigError, FSDPCompileError, UnsupportedModelError
 
 
 class Command(Protocol):
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, UnsupportedModelError) as error:
         # Below a launcher every rank finds the same mistake; one rank of each host reports it, as files differ by host.
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"fsdp-compile {arguments.command}: {error}", file=sys.stderr)
+            print(f"fsdp-compile {arguments.command}: {_by_flag(error, arguments.flags)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
@@ -53,17 +54,36 @@ def main(argv: Sequence[str] | None = None) -> int:
 def make_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
     parser = argparse.ArgumentParser(prog="fsdp-compile", description="Fully sharded data parallel for torch.compile.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and end")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:
         sub = commands.add_parser(command.NAME, help=command.ABOUT, description=command.ABOUT)
         command.add_arguments(sub)
-        # For `_unknown_argument`, which suggests the most similar one.
         flags = [flag for action in sub._actions for flag in action.option_strings]
         sub.set_defaults(run=command.run, flags=flags)
     return parser
 
 
+class _Version(argparse.Action):
+    """Looks the version up only when it is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        import fsdp_compile
+
+        print(f"{parser.prog} {fsdp_compile.__version__}")
+        parser.exit()
+
+
 def _unknown_argument(argument: str, arguments: argparse.Namespace) -> ConfigError:
     name = argument.split("=", maxsplit=1)[0]
-    near = difflib.get_close_matches(name, arguments.flags, n=1)
-    return ConfigError(f"unknown argument {name}", instead=near[0] if near else f"see {arguments.command} --help")
+    # Without the dashes, which all have in common.
+    near = difflib.get_close_matches(name.strip("-"), [flag.strip("-") for flag in arguments.flags], n=1)
+    instead = f"--{near[0]}" if near else f"see {arguments.command} --help"
+    return ConfigError(f"unknown argument {name}", instead=instead)
+
+
+def _by_flag(error: FSDPCompileError, flags: Sequence[str]) -> FSDPCompileError:
+    """An error that names a flag where it named the argument or option that has been given by it."""
+    argument = re.search(r"[({]'?(\w+)'?[=:]", error.where or "")
+    flag = "" if argument is None else f"--{argument[1].replace('_', '-')}"
+    return FSDPCompileError(error.what, where=flag if flag in flags else error.where, instead=error.instead)

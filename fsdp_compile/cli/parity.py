@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
+from fsdp_compile.cli.named import named_function
 from fsdp_compile.config.choices import DTYPES, LOWER
-from fsdp_compile.errors import ConfigError, ParityError, RankFailedError
+from fsdp_compile.errors import ParityError, RankFailedError
 from fsdp_compile.parity.kinds import Accumulation, Level, Reference, check_counts
 
 if TYPE_CHECKING:
@@ -70,12 +69,13 @@ def run(arguments: argparse.Namespace) -> int:
 
     from fsdp_compile.parity.api import check_parity
 
-    sys.path.insert(0, "")  # as `python -m` does, so that a file in the current folder is found
     module = arguments.model.partition(":")[0]
     try:
         report = check_parity(
-            _load(arguments.model, _CONTRACT),
-            _load(arguments.batch or f"{module}:make_batch", "a function from the number of a step to a batch"),
+            named_function(arguments.model, _CONTRACT),
+            named_function(
+                arguments.batch or f"{module}:make_batch", "a function from the number of a step to a batch"
+            ),
             world_size=arguments.world_size,
             reference=arguments.reference,
             level=arguments.level,
@@ -116,11 +116,3 @@ def _dtype(name: str | None) -> torch.dtype | None:
     import torch
 
     return None if name is None else getattr(torch, name)
-
-
-def _load(path: str, contract: str) -> Callable[..., Any]:
-    module_name, _, function_name = path.partition(":")
-    try:
-        return getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"cannot find {path}: {error}", instead=f"package.module:function, {contract}") from error

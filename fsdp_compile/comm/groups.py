@@ -256,7 +256,7 @@ def _start_world(device_type: str) -> None:
     if missing:
         raise ConfigError(
             f"no process group is initialized, and torchrun's environment lacks {', '.join(missing)}",
-            where="backend='fsdp'",
+            where="os.environ",
             instead="start the script with `torchrun --nproc-per-node N script.py`, or call "
             "torch.distributed.init_process_group() before the first step",
         )

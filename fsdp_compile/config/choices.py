@@ -39,14 +39,10 @@ PASSES: Final = (*DEFAULT_PASSES, "schedule-fsdp1", "schedule-reduce", "schedule
 
 
 def check_name(name: str, known: Collection[str], what: str) -> None:
-    """Raises `ConfigError`, with the nearest known one, for the name of a device or link that is not known."""
+    """Raises `ConfigError`, with those that are known, for the name of a device or link that is not."""
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-        raise ConfigError(
-            f"there is no {what} {name!r}",
-            where=f"hardware({what}=...)",
-            instead=near[0] if near else "one of " + ", ".join(known),
-        )
+        instead = f"one of {', '.join(known)}"
+        raise ConfigError(f"there is no {what} {name!r}", where=f"hardware({what}=...)", instead=instead)
 
 
 def check_rate(gb_per_s: float) -> None:
@@ -71,12 +67,14 @@ def check_prefetch(value: object) -> None:
         raise bad_option("prefetch", value, f'"auto", 0, 1, 2, ..., {names} or FSDPPrefetch(...)')
 
 
-def check_world_size(world_size: int | None) -> int:
+def check_world_size(world_size: int | None, where: str = "explain(world_size=...)") -> int:
     """The number of ranks to plan for; raises `ConfigError` if it is not given, or not positive."""
     if world_size is None or world_size < 1:
         raise ConfigError(
-            f"cannot plan for world_size={world_size}",
-            where="explain(world_size=...)",
+            "the number of ranks to plan for is not given"
+            if world_size is None
+            else f"cannot plan for {world_size} ranks",
+            where=where,
             instead="the number of ranks, such as 64",
         )
     return world_size

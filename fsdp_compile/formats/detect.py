@@ -42,10 +42,12 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
 
 
 def step_folders(path: Path) -> list[Path]:
-    """The steps in a folder of checkpoints of `fsdp-compile train`, in their order; for any other path, the path."""
+    """The steps in the folder of a run of `fsdp-compile train`, or of its checkpoints; for any other path, the path."""
     if not path.is_dir() or (path / METADATA).exists():
         return [path]
-    steps = [each for each in path.iterdir() if _STEP.fullmatch(each.name) and each.is_dir()]
+    steps = [
+        each for each in (*path.iterdir(), *path.glob("checkpoints/*")) if _STEP.fullmatch(each.name) and each.is_dir()
+    ]
     return sorted(steps, key=lambda step: int(step.name.removeprefix("step-"))) or [path]
 
 
@@ -75,4 +77,5 @@ def _open_file(path: Path) -> Checkpoint:
         )
     if len(start) == 9 and struct.unpack("<Q", start[:8])[0] <= _LONGEST_HEADER and start[8:] == b"{":
         return SafetensorsFiles(path)
-    raise CheckpointError(f"{path} is no checkpoint: it begins with {start!r}", instead=_KINDS)
+    begins = f"begins with {start!r}" if start else "is empty"
+    raise CheckpointError(f"{path} is no checkpoint: it {begins}", instead=_KINDS)

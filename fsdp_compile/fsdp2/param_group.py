@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_compile._torch import fully_shard as fsdp2
 from fsdp_compile._torch import fully_shard_params as torch_params
 from fsdp_compile._torch.autograd import allow_any_gradient_dtype
+from fsdp_compile._torch.dynamo import keep_sizes_fixed
 from fsdp_compile._torch.tensors import local_tensor, make_dtensor, set_local_tensor
 from fsdp_compile.comm.dtensor_layouts import DTensorLayout
 from fsdp_compile.comm.groups import alias_of
@@ -292,6 +293,8 @@ class ParamGroup:
         parameter.data = make_dtensor(view, parameter)
         torch_params.set_shard_data(each, piece)
         set_local_tensor(parameter, view)  # type: ignore[arg-type]
+        # A shard begins inside of the buffer. Dynamo would take where for a symbol, and read it in the wrong place.
+        keep_sizes_fixed(parameter)
         gathered, layout = torch_params.unsharded_spec(each), None
         if gathered is not None:
             dims = torch_params.data_parallel_dims(each)

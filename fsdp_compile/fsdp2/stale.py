@@ -22,6 +22,8 @@ from fsdp_compile._torch.autograd import is_saved_by_autograd
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2.shards import shard_like
 
+SEES_WHOLE = "_fsdp_whole"
+"""Attribute of optimizers that see full parameters (`whole_step`): state that is not of their shapes stays whole."""
 _METADATA = frozenset(
     {"__get__", "__set__", "__delete__", "__len__", "dim", "size", "numel", "stride", "is_floating_point", "is_complex"}
     | {"element_size", "nelement", "ndimension", "get_device", "has_names", "is_contiguous"}
@@ -126,7 +128,7 @@ def _follow(optimizer: Optimizer, successors: Mapping[nn.Parameter, nn.Parameter
             own = optimizer.state[p]
             if not isinstance(own, dict):
                 raise _refuse_state(f"of type {type(own).__name__}", successors[p])
-            state[p] = {key: _shard_value(key, value, successors[p]) for key, value in own.items()}
+            state[p] = {key: _shard_value(key, value, successors[p], optimizer) for key, value in own.items()}
     for group in optimizer.param_groups:
         group["params"][:] = [successors.get(p, p) for p in group["params"]]  # in place: attributes may be the list
     for old, value in state.items():
@@ -134,7 +136,7 @@ def _follow(optimizer: Optimizer, successors: Mapping[nn.Parameter, nn.Parameter
         optimizer.state[successors[old]] = value
 
 
-def _shard_value(key: str, value: Any, parameter: Any) -> Any:
+def _shard_value(key: str, value: Any, parameter: Any, optimizer: Optimizer) -> Any:
     if not isinstance(value, torch.Tensor) or value.dim() == 0 or key == "step":
         return value
     if isinstance(value, DTensor):
@@ -143,16 +145,18 @@ def _shard_value(key: str, value: Any, parameter: Any) -> Any:
         raise _refuse_state(f"{key!r}, which is split otherwise than its parameter", parameter)
     if value.shape == parameter.shape:
         return shard_like(value.to(parameter.device), parameter)
-    if value.numel() == 1:
+    if value.numel() == 1 or hasattr(optimizer, SEES_WHOLE):
         return value
-    raise _refuse_state(f"{key!r}, which is not of its parameter's shape", parameter)
+    raise _refuse_state(
+        f"{key!r}, which is not of its parameter's shape", parameter, "whole_step(optimizer) before that"
+    )
 
 
-def _refuse_state(what: str, parameter: Any) -> ConfigError:
+def _refuse_state(what: str, parameter: Any, instead: str = "make the optimizer after it") -> ConfigError:
     return ConfigError(
         f"an optimizer from before the model was sharded holds state {what}, and cannot follow",
         where=f"a parameter of shape {tuple(parameter.shape)}",
-        instead="make the optimizer after fully_shard(model), or after the first call of the compiled model",
+        instead=f"{instead}make the optimizer after fully_shard(model), or after the first call of the compiled model",
     )
 
 

@@ -76,7 +76,10 @@ def _wait(lock: FileLock) -> None:
         with suppress(Timeout), lock.acquire(timeout=_LOOK_S, poll_interval=_PAUSE_S):
             return
         refuse_failed_elsewhere("which waited for another process of its host to compile a graph that both need")
-    _say(f"compiles a graph that another process has not done within {timeout_s:g} s: {lock.lock_file} is held")
+    _say(
+        f"this rank compiles a graph itself, since another process of this host has compiled the same one for "
+        f"{timeout_s:g} s and is not done; that takes time, and changes no result"
+    )
 
 
 @functools.cache

@@ -20,11 +20,10 @@ from fsdp_compile._torch.autograd import allow_any_gradient_dtype
 from fsdp_compile._torch.tensors import local_tensor
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2.shards import full_value, is_number, own_part, shard_like
+from fsdp_compile.fsdp2.stale import SEES_WHOLE
 from fsdp_compile.optim.flat_step import ELEMENTWISE
 from fsdp_compile.optim.group_values import Rewound, Values, difference, values_of
 
-_WHOLE = "_fsdp_whole"
-"""Attribute of an optimizer that `whole_step` has changed."""
 PER_PARAMETER = (*ELEMENTWISE, optim.ASGD, optim.Adafactor, optim.Muon)
 """torch's optimizers whose update of a parameter depends on that parameter's value, gradient and state alone."""
 Chosen = TypeVar("Chosen", bound=optim.Optimizer)
@@ -57,13 +56,13 @@ def whole_step(optimizer: Chosen, *, per_parameter: bool = False) -> Chosen:
             where="whole_step(optimizer)",
             instead=f"one of {', '.join(c.__name__ for c in PER_PARAMETER)}; or per_parameter=True if you are sure",
         )
-    if _WHOLE not in vars(optimizer):
+    if SEES_WHOLE not in vars(optimizer):
         inner = optimizer.step
 
         def step(self: optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             return _step(self, inner, closure)
 
-        setattr(optimizer, _WHOLE, True)
+        setattr(optimizer, SEES_WHOLE, True)
         # A method, since learning rate schedulers wrap `step.__func__`.
         optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
     return optimizer

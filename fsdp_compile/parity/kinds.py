@@ -47,7 +47,8 @@ def check_counts(world_size: int, replicas: int, *, steps: int, micro_batches: i
     counts = {"world_size": world_size, "steps": steps, "replicas": replicas, "micro_batches": micro_batches}
     for name, value in counts.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"{name} cannot be {value!r}", where="check_parity", instead="1, 2, 3, ...")
+            where = f"check_parity({name}=...)"
+            raise ConfigError(f"{value!r} is not a positive whole number", where=where, instead="1, 2, 3, ...")
     if world_size % replicas:
         raise ConfigError(
             f"{world_size} ranks cannot form {replicas} equal groups",

@@ -20,10 +20,16 @@ def lock_run(folder: Path) -> Iterator[None]:
     File systems that have no locks are used without one.
 
     Raises:
-        ConfigError: Another process holds it.
+        ConfigError: Another process holds it, or the folder cannot be made.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / _NAME).open("w") as file:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / _NAME).open("w")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write in {folder}: {error.strerror}", where="--out", instead="a folder that you may write in"
+        ) from None
+    with file:
         try:
             # Of this process alone: compilers that it forks, and that may outlive it, do not hold it.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from fsdp_compile import UnsupportedModelError, fully_shard
 from tests.beside import compile_eagerly
@@ -122,6 +124,50 @@ def test_reads_are_not_taken_for_writes() -> None:
         model = _Reads()
         fully_shard(model)
         compile_eagerly(model)(torch.ones(2, 6)).sum().backward()
+
+
+_OPERATORS = ("and", "or", "xor", "lshift", "rshift", "add", "sub", "mul", "floordiv", "mod", "pow")
+
+
+class _Packed(nn.Module):
+    """Computes with an integer parameter, which FSDP2 splits like another one."""
+
+    def __init__(self, compute: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        packed = torch.arange(1, 25, dtype=torch.uint8).view(4, 6)
+        self.packed, self.layer = nn.Parameter(packed, requires_grad=False), nn.Linear(6, 6)
+        self.compute = compute
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) @ self.compute(self.packed).float().t()
+
+
+def _combine(packed: torch.Tensor) -> torch.Tensor:
+    names = [f"{name}_" if name in ("and", "or") else name for name in _OPERATORS]
+    return sum(
+        (getattr(operator, name)(packed, 2) for name in names), ~packed + (2 & packed) + torch.bitwise_or(2, packed)
+    )
+
+
+def test_operators_of_integer_parameters_are_not_taken_for_their_forms_in_place() -> None:
+    with fake_world(2):
+        model = _Packed(_combine)
+        torch_fully_shard(model)
+        compile_eagerly(model)(torch.ones(2, 6)).sum().backward()
+
+
+@pytest.mark.parametrize("name", [f"i{name}" for name in _OPERATORS])
+def test_operators_in_place_are_refused(name: str) -> None:
+    def method(packed: torch.Tensor) -> torch.Tensor:
+        return getattr(packed, f"__{name}__")(2)
+
+    for write in (lambda packed: getattr(operator, name)(packed, 2), method, lambda packed: method(packed.data)):
+        with fake_world(2):
+            torch.compiler.reset()
+            model = _Packed(write)
+            torch_fully_shard(model)
+            with pytest.raises(BackendCompilerFailed, match="changes a gathered parameter in place"):
+                compile_eagerly(model)(torch.ones(2, 6))
 
 
 class _Embeds(nn.Module):

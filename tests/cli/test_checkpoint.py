@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fsdp_compile.cli.main import main
+from fsdp_compile.formats.detect import step_folders
 from tests.formats.samples import save_steps
 
 
@@ -53,6 +54,13 @@ def test_info_is_a_table_on_a_terminal(
     assert main(["checkpoint", "info", str(file)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert any("model.tied" in line and "[3, 2]" in line and "tied to" in line for line in lines)
+
+
+def test_the_steps_of_a_run_are_found_in_its_folder(tmp_path: Path) -> None:
+    steps = [tmp_path / "checkpoints" / f"step-{number}" for number in (9, 10)]
+    for step in steps:
+        step.mkdir(parents=True)
+    assert step_folders(tmp_path) == step_folders(tmp_path / "checkpoints") == steps
 
 
 @pytest.mark.long

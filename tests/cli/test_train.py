@@ -40,6 +40,7 @@ def _refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     [
         (["--step", "abc"], "argument --steps: invalid int value: 'abc'"),
         (["--batch-sise", "8"], "unknown argument --batch-sise\n  instead: --batch-size"),
+        (["--bogus"], "unknown argument --bogus\n  instead: see train --help"),
         (["surplus"], "unknown argument surplus\n  instead: see train --help"),
         (["--mixed-precision", "fp8"], "invalid choice: 'fp8' (choose from"),
         (["--device", "tpu"], "invalid choice: 'tpu' (choose from"),

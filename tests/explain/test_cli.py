@@ -79,14 +79,29 @@ def test_parameters_are_gathered_in_the_dtype_that_was_asked_for(
         (["nowhere:make"], "cannot find nowhere:make"),
         (["explained_here:absent"], "cannot find explained_here:absent"),
         (["explained_here:wrong"], "a function without arguments"),
-        (["--device", "h10"], "h100-sxm"),
-        (["--world-size", "0"], "world_size=0"),
+        (["explained_here"], "explained_here does not name a module and a function"),
+        (["explained_here:torch"], "explained_here:torch is a module"),
+        (
+            ["--device", "h10"],
+            "there is no device 'h10'\n  where: --device\n  instead: one of b200, h200-sxm, h100-sxm",
+        ),
+        (["--link", "ib"], "there is no link 'ib'\n  where: --link\n  instead: one of ib-400"),
+        (
+            ["--link", "ethernet-1"],
+            "the 8 ranks share a host of 8 and send on its nvlink4; ethernet-1 would be between",
+        ),
+        (["--ranks-per-host", "0"], "a host cannot have 0 ranks\n  where: --ranks-per-host"),
+        (["--hardware", __file__], "where: --hardware\n"),
+        (["--world-size", "0"], "cannot plan for 0 ranks\n  where: --world-size\n"),
+        (["--world-sizes", "8", "0", "--scaling", "a.svg"], "cannot plan for 0 ranks\n  where: --world-sizes\n"),
         (["--world-sizes", "8", "64"], "no picture was asked for"),
     ],
 )
 def test_mistakes_are_explained(argv: list[str], says: str, module: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", *argv]) == 2
-    assert says in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert says in error
+    assert "(" not in error.partition("where: ")[2].partition("\n")[0]  # a flag, no argument of Python
 
 
 @pytest.mark.long

@@ -204,6 +204,7 @@ DAMAGE: dict[str, tuple[str, str, Callable[[Path], Any], str]] = {
         "cannot read {file}: it refers to posix.mkdir, which no checkpoint needs",
     ),
     "a pickle": ("model.pt", "", _harm_by_pickle, "{file} is a pickle, or a file of torch.save before torch 1.6"),
+    "empty": ("model.pt", "", lambda file: file.write_bytes(b""), "{file} is no checkpoint: it is empty"),
     "foreign": ("model.pt", "", _replace, "{file} is no checkpoint: it begins with b'foreignfo'"),
     "no dictionary": ("model.pt", "", lambda file: torch.save([torch.ones(2)], file), "{file} holds a list"),
     "safetensors, cut off": ("model.safetensors", "", _truncate, "cannot read {file}: "),

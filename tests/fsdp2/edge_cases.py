@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 from abc import ABC
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -704,6 +706,24 @@ def empty_batches() -> None:
 
     pair = Pair.of()
     pair.train(pair.compiled(), loss=loss, steps=3)
+
+
+class _Checkpointed(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ck.checkpoint(super().forward, x, use_reentrant=False)
+
+
+@case("uneven_ranks")
+def empty_batches_and_checkpoints() -> None:
+    for first in (0, 1):  # the step from which on a rank has no rows
+
+        def loss(model: Any, tokens: torch.Tensor, steps: Iterator[int]) -> torch.Tensor:
+            rows = 0 if dist.get_rank() % 2 and next(steps) // 2 >= first else 2  # noqa: B023
+            return model(tokens[:rows]).square().sum()
+
+        torch.compiler.reset()
+        pair = Pair.of(type("Model", (Decoder,), {"block": _Checkpointed}))
+        pair.train(pair.compiled(), loss=functools.partial(loss, steps=itertools.count()), steps=3)
 
 
 @case("uneven_ranks")

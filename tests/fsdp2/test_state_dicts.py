@@ -12,7 +12,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    _patch_model_state_dict,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import fully_shard
@@ -86,6 +91,23 @@ def _check_full_state_dict() -> None:
 
 def test_full_state_dicts_through_torchs_own_functions() -> None:
     run_ranks(_check_full_state_dict)
+
+
+def _check_patched(folder: str) -> None:
+    """`_patch_model_state_dict`, after which `torch.distributed.checkpoint` takes the model itself."""
+    model, reference = _pair()
+    compile_eagerly(model)(torch.ones(3, 10))
+    _patch_model_state_dict(model)
+    dcp.save({"model": model}, checkpoint_id=folder)
+    with torch.no_grad():
+        model.get_parameter("uneven.weight").zero_()
+    dcp.load({"model": model}, checkpoint_id=folder)
+    _assert_equal(model.state_dict(), reference)
+    model.load_state_dict(model.state_dict())
+
+
+def test_methods_that_torch_has_replaced(tmp_path: Path) -> None:
+    run_ranks(_check_patched, str(tmp_path))
 
 
 def _check_distributed_checkpoint(folder: str) -> None:

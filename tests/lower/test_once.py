@@ -150,7 +150,7 @@ def test_nobody_waits_longer_than_the_users_timeout(
         for _ in range(2):
             assert compile_once(_GRAPH, lambda: "compiled") == "compiled"
     assert [record.levelno for record in caplog.records] == [logging.WARNING]  # once
-    assert "another process has not done within 0.3 s" in caplog.text
+    assert "has compiled the same one for 0.3 s and is not done" in caplog.text
 
 
 def test_a_rank_that_waits_hears_of_a_failure(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

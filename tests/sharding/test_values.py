@@ -22,12 +22,24 @@ from tests.ranks import run_ranks
 from tests.sharding.models import Block, Model, full, made, near_one_process, same, train
 
 
+class _Frequencies(nn.Module):
+    """Has a buffer, and no parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", torch.ones(4) / 3)
+
+    def reset_parameters(self) -> None:
+        self.get_buffer("frequencies").fill_(1 / 3)
+
+
 class _Module(Model):
     """With buffers, a 0-d parameter and an initialization of its own."""
 
     def __init__(self, *, tied: bool = False) -> None:
         super().__init__(tied=tied, scale=True)
         self.register_buffer("running", torch.arange(3.0))
+        self.rope = _Frequencies()
 
     def reset_parameters(self) -> None:
         """As constructed."""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_compile.errors import ConfigError
 from fsdp_compile.training.run_lock import lock_run
 from tests.training.command import ROOT
 
@@ -41,6 +42,15 @@ def test_another_process_has_to_wait(tmp_path: Path) -> None:
     with lock_run(folder):
         assert _try(folder).startswith(f"another process trains in {folder}\n")
     assert _try(folder) == "free\n"
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(ConfigError, match=r"(?s)cannot write in .*/file/run: Not a directory.*--out"),
+        lock_run(tmp_path / "file" / "run"),
+    ):
+        pass
 
 
 def test_file_systems_may_have_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
