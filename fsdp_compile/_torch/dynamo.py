@@ -25,7 +25,11 @@ from torch._dynamo.exc import SkipFrame
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import descriptors
-from torch._functorch._aot_autograd.descriptors import PlainAOTInput, SavedForBackwardsAOTOutput
+from torch._functorch._aot_autograd.descriptors import (
+    ForwardTokenAOTInput,
+    PlainAOTInput,
+    SavedForBackwardsAOTOutput,
+)
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, detect_fake_mode
 from torch._inductor import config as inductor_config
@@ -107,6 +111,11 @@ def index_among_inputs(placeholder: fx.Node, position: int) -> int | None:
     if described is None:
         return position
     return described.idx if isinstance(described, PlainAOTInput) else None
+
+
+def is_token(placeholder: fx.Node) -> bool:
+    """Whether an input of AOTAutograd's graph keeps operators with side effects in their order; it has no gradient."""
+    return isinstance(placeholder.meta.get("desc"), ForwardTokenAOTInput)
 
 
 MODULE_CALLS = frozenset({"__call__", "_call_impl"})

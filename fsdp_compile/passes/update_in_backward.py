@@ -12,6 +12,7 @@ import dataclasses
 
 from torch import fx
 
+from fsdp_compile._torch.dynamo import is_token
 from fsdp_compile.ir.edit import GraphBuilder, move_after
 from fsdp_compile.ir.graph import MADE, Role, Stage, StepGraph, require, role_of
 from fsdp_compile.ir.queries import InputsByFlat, flat_of, last_of, readers, upstream
@@ -100,7 +101,8 @@ def claim_gradients(forward: StepGraph, backward: StepGraph) -> None:
     """
     updated = {flat_of(require(node)): node.all_input_nodes[0] for node in backward.nodes(Role.UPDATE)}
     returned = list(_returned(backward))
-    for i, node in enumerate(forward.graph.find_nodes(op="placeholder")):
+    placeholders = forward.graph.find_nodes(op="placeholder")
+    for i, node in enumerate(each for each in placeholders if not is_token(each)):
         if role_of(node) is Role.FLAT:
             returned[i] = updated.get(flat_of(require(node)), returned[i])
     backward.output.args = (tuple(returned),)
