@@ -45,6 +45,14 @@ class _Cholesky(_Weight):
         return torch.linalg.cholesky(self.weight @ self.weight.T + torch.eye(WIDTH))
 
 
+class _InputFirst(_Weight):
+    """What the model is called with is an input of the graph before its parameters."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        columns = x.sin().T
+        return self.out(torch.linalg.solve(self.weight, columns).T)
+
+
 class _Cayley(_Weight):
     def made(self) -> torch.Tensor:
         skew, one = self.weight - self.weight.T, torch.eye(WIDTH)
@@ -89,6 +97,7 @@ class _Experts(nn.Module):
 MODELS: list[Callable[[], nn.Module]] = [
     _Inverse,
     _Cholesky,
+    _InputFirst,
     _Cayley,
     _orthogonal,
     _Derivative,
@@ -110,7 +119,7 @@ def _check(make: Callable[[], nn.Module], how: Run) -> None:
 
 
 @long.parametrize("how", [Run.PLAIN, Run.SHARDED], always=[Run.SHARDED], ids=lambda how: how.value)
-@long.parametrize("make", MODELS, always=[_Cayley, _Derivative, _Experts])
+@long.parametrize("make", MODELS, always=[_InputFirst, _Cayley, _Derivative, _Experts])
 def test_unusual_graphs_train_as_in_one_process(make: Callable[[], nn.Module], how: Run) -> None:
     run_ranks(_check, make, how, world_size=2)
 

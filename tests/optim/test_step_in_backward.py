@@ -93,6 +93,14 @@ class BrokenTwice(Twice):
         return self.head(self.blocks[0](x))
 
 
+class Inverse(Slim):
+    """An operator that checks for errors has side effects, for which graphs have a further input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.blocks[0][0].weight
+        return super().forward(torch.linalg.solve(torch.eye(WIDTH) + weight @ weight.T, x.T).T)
+
+
 def _plain(model: Any, call: Call, step: int) -> None:
     loss_of(call(_input(step))).backward()
 
@@ -167,6 +175,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Step, bool]] = {
     "gradients of inputs": (Slim, _input_gradients, True),
     "profiler": (Slim, _profiled, True),
     "a dispatch mode": (Slim, _counted, True),
+    "an operator with side effects": (Inverse, _plain, True),
     "frozen": (Slim, _frozen, True),
 }
 
