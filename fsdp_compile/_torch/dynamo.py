@@ -6,7 +6,6 @@ import dataclasses
 import inspect
 import sys
 import types
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -22,7 +21,6 @@ from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.comptime import comptime
 from torch._dynamo.eval_frame import OptimizedModule, skip_code
 from torch._dynamo.exc import SkipFrame
-from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import descriptors
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput, SavedForBackwardsAOTOutput
@@ -332,15 +330,6 @@ def _is_set(cell: types.CellType) -> bool:
     except ValueError:
         return False
     return True
-
-
-def graph_breaks() -> Counter[str]:
-    """How often Dynamo could not trace what in this process: its own words, one line each."""
-    found: Counter[str] = Counter()
-    for kind in ("graph_break", "unimplemented"):
-        for text, count in counters[kind].items():
-            found[text.split("\n")[0]] += count
-    return found
 
 
 def traced_module() -> nn.Module | None:

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -207,18 +208,6 @@ def set_class(module: nn.Module, made: type) -> None:
     module.__class__ = made
 
 
-class GroupObserver(Protocol):
-    """What is told of changes of a `FSDPParamGroup`."""
-
-    def settings_changed(self) -> None:
-        """A setting was changed by which gradients are reduced, or parameters are kept."""
-        ...
-
-    def post_backward(self, run: Callable[[], None]) -> None:
-        """FSDP2 is about to reduce or keep the gradients of units that its hooks have gathered: `run` does it."""
-        ...
-
-
 _SETTINGS = frozenset(
     {
         "reduce_grads",
@@ -238,7 +227,7 @@ _SETTINGS = frozenset(
 class _ObservedGroup(FSDPParamGroup):
     """A group of FSDP2 that tells an observer. Users and frameworks change settings in many ways, all of them here."""
 
-    _fsdp_compile_observer: GroupObserver
+    _fsdp_compile_observer: weakref.ref[Any]
     _fsdp_compile_asked: bool
 
     @torch._dynamo.disable
@@ -256,22 +245,31 @@ class _ObservedGroup(FSDPParamGroup):
         changes = name in _SETTINGS and getattr(self, name) is not value
         super().__setattr__(name, value)
         if changes:
-            self._fsdp_compile_observer.settings_changed()
+            self._tell_of_settings()
 
     def _set_separate_reduce_scatter_group(self, *arguments: Any) -> None:
         super()._set_separate_reduce_scatter_group(*arguments)
-        self._fsdp_compile_observer.settings_changed()
+        self._tell_of_settings()
+
+    def _tell_of_settings(self) -> None:
+        if (observer := self._fsdp_compile_observer()) is not None:
+            observer.settings_changed()
 
     @torch._dynamo.disable
     def post_backward(self, *unused: Any) -> None:
         # At the end of a backward FSDP2 asks all groups; one that no hook has ever gathered has nothing to reduce.
         if any(hasattr(param, "_unsharded_param") for param in self.fsdp_params):
-            self._fsdp_compile_observer.post_backward(lambda: FSDPParamGroup.post_backward(self, *unused))
+            observer, run = self._fsdp_compile_observer(), functools.partial(super().post_backward, *unused)
+            run() if observer is None else observer.post_backward(self, run)
 
 
-def observe(group: TorchGroup, observer: GroupObserver) -> None:
-    """Tells an observer of changes of a group, from now on."""
-    group._fsdp_compile_observer = observer
+def observe(group: TorchGroup, observer: Any) -> None:
+    """Tells an observer of changes of a group, from now on, as long as there is the observer.
+
+    Its `settings_changed()` is called after one was changed by which gradients are reduced, or parameters are kept; its
+    `post_backward(group, run)` when FSDP2 is about to reduce or keep gradients, in the place of `run`, which does it.
+    """
+    group._fsdp_compile_observer = weakref.ref(observer)
     group._fsdp_compile_asked = False
     group.__class__ = _ObservedGroup
 

@@ -1,13 +1,13 @@
 """Refuses a compiled forward that writes into a gathered parameter: the graph's copy is freed, and the write lost.
 
-Whatever writes in Dynamo's graph has been run on the fake result of the read, which counts writes as any tensor does.
-Functions that write without counting (into `.data`, or `max_norm` of an embedding) are told by their schemas.
+Whatever writes in Dynamo's graph has been run on the fake result of the read, which counts writes as any tensor does;
+so does each other tensor that shares its memory, as `.data`. What writes without counting is told by its name.
 """
 
 from __future__ import annotations
 
 import inspect
-import operator
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,26 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from fsdp_compile._torch.tensors import OpOverload, OpOverloadPacket, is_gathered, memory_id, tree_leaves
+from fsdp_compile._torch.tensors import is_gathered, memory_id, tree_leaves
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.ir.source_line import source_line
 from fsdp_compile.ops.unshard import UNSHARD
 
 _MARKERS = (torch.ops.fsdp_compile.unshard, UNSHARD)
-_ASSIGNMENTS = {
-    getattr(operator, name)
-    for name in (
-        "setitem", "iadd", "isub", "imul", "imatmul", "itruediv", "ifloordiv", "imod", "ipow",
-        "iand", "ior", "ixor", "ilshift", "irshift",
-    )
-}  # fmt: skip
-"""Operators that write into their first argument."""
-_IF_ASKED = {
-    F.embedding: ("max_norm", ("weight",)),
-    F.embedding_bag: ("max_norm", ("weight",)),
-    F.batch_norm: ("training", ("running_mean", "running_var")),
-}
-"""Functions that write into some arguments, which fake tensors do not count, if another argument says so."""
+_UNCOUNTED = re.compile(r"(_foreach|_fused|_amp_foreach)_.*_|set_")
+"""Functions that write into their first argument, mostly a list of tensors."""
+_IN_PLACE = re.compile(r"_*(setitem|i(add|sub|mul|matmul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift))_*|.*[^_]_")
+"""Names of functions and methods that write."""
 
 
 def refuse_writes(gm: fx.GraphModule, inputs: Sequence[object]) -> None:
@@ -52,82 +42,41 @@ def refuse_writes(gm: fx.GraphModule, inputs: Sequence[object]) -> None:
     given = zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True)
     reads = [placeholder for placeholder, value in given if is_gathered(value)]
     reads += [node for node in nodes if node.target in _MARKERS]
-    memory = {key for read in reads for key in _memory(read)}
-    for node in nodes:
-        if any(key in memory for written in _written(node) for key in _memory(written)):
-            raise _refusal(node)
-    for read in reads:
-        if isinstance(made := read.meta.get("example_value"), torch.Tensor) and made._version > 0:
-            raise _refusal(next(iter(read.users), read))
+    memory = {memory_id(tensor) for read in reads for tensor in _tensors(read)}
+
+    def are_read(values: object) -> bool:
+        found = (leaf for leaf in tree_leaves(values) if isinstance(leaf, fx.Node))
+        return any(memory_id(tensor) in memory for node in found for tensor in _tensors(node))
+
+    uncounted = [node for node in nodes if are_read(list(_written_uncounted(node)))]
+    shared = (tensor for node in nodes for tensor in _tensors(node) if memory_id(tensor) in memory)
+    if uncounted or any(tensor._version > 0 for tensor in shared):
+        readers = [node for node in nodes if node.op != "output" and are_read(node.all_input_nodes)]
+        raise _refusal(next(iter(uncounted), None) or max(readers, key=_seems_to_write, default=reads[0]))
 
 
-def _written(node: fx.Node) -> Iterator[fx.Node]:
-    """The nodes into whose tensors a node writes, as far as its schema tells."""
-    if node.op not in ("call_function", "call_method"):
-        return
-    for value in (node.kwargs.get("out"), *_written_arguments(node)):
-        yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, fx.Node))
+def _tensors(node: fx.Node) -> Iterator[torch.Tensor]:
+    leaves = tree_leaves(node.meta.get("example_value"))
+    return (leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided)
 
 
-def _written_arguments(node: fx.Node) -> Iterator[Any]:
-    target: Any = node.target
-    # A call of `torch.nn.functional` may have a true `inplace`.
-    is_functional = getattr(target, "__module__", None) == F.__name__
-    if target in _ASSIGNMENTS or (is_functional and _arguments(target, node).get("inplace")):
+def _written_uncounted(node: fx.Node) -> Iterator[Any]:
+    """The arguments that a function writes into without counting."""
+    if _UNCOUNTED.fullmatch(_name(node)):
         yield node.args[:1]
-    elif target in _IF_ASKED:
-        (asks, written), given = _IF_ASKED[target], _arguments(target, node)
-        if given.get(asks) is not None and given[asks] is not False:
-            yield [given.get(name) for name in written]
-    else:
-        for overload in _overloads(target):
-            for position, argument in enumerate(overload._schema.arguments):
-                if argument.is_write and not argument.is_out:
-                    yield node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+    elif node.target is F.batch_norm:
+        arguments = inspect.signature(F.batch_norm).bind(*node.args, **node.kwargs).arguments
+        if arguments.get("training"):
+            yield [arguments["running_mean"], arguments["running_var"]]
 
 
-def _overloads(target: Any) -> list[Any]:
-    if isinstance(target, OpOverload):
-        return [target]
-    if not isinstance(target, OpOverloadPacket):
-        # A method of tensors, or a function of torch's: the operator of its name, if it is one. Python's are none.
-        is_method = isinstance(target, str) or inspect.ismethoddescriptor(target)
-        is_of_torch = is_method or str(getattr(target, "__module__", "")).startswith("torch")
-        name = target if isinstance(target, str) else getattr(target, "__name__", "")
-        name = _METHODS.get(name, name)
-        target = getattr(torch.ops.aten, name, None) if is_of_torch and not name.startswith("__") else None
-        if target is None:
-            return []
-    return [getattr(target, name) for name in target.overloads()]
+def _seems_to_write(node: fx.Node) -> bool:
+    return bool(_IN_PLACE.fullmatch(_name(node)) or node.kwargs.get("out") or node.kwargs.get("inplace"))
 
 
-_METHODS = {
-    "__setitem__": "fill_",
-    **{f"__{f.__name__}__": f"{f.__name__[1:]}_" for f in _ASSIGNMENTS if f is not operator.setitem},
-    "__itruediv__": "div_",
-    "__imod__": "remainder_",
-    "__ifloordiv__": "floor_divide_",
-    "__iand__": "bitwise_and_",
-    "__ior__": "bitwise_or_",
-    "__ixor__": "bitwise_xor_",
-    "__ilshift__": "bitwise_left_shift_",
-    "__irshift__": "bitwise_right_shift_",
-}
-"""Methods of tensors by which Python's assignments are done, and an operator that writes into the same argument."""
-
-
-def _arguments(function: Any, node: fx.Node) -> dict[str, Any]:
-    try:
-        return dict(inspect.signature(function).bind(*node.args, **node.kwargs).arguments)
-    except (TypeError, ValueError):  # of C++ without a text signature
-        return dict(node.kwargs)
-
-
-def _memory(node: fx.Node) -> Iterator[int]:
-    """Ids of the memory of a node's tensors."""
-    for value in tree_leaves(node.meta.get("example_value")):
-        if isinstance(value, torch.Tensor):
-            yield memory_id(value)
+def _name(node: fx.Node) -> str:
+    name: str = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return name.partition(".")[0]  # that of an operator ends in its overload
 
 
 def _refusal(node: fx.Node) -> UnsupportedModelError:

@@ -27,16 +27,9 @@ class CastBuffer:
     read_in_eval: ClassVar[weakref.WeakSet[CastBuffer]] = weakref.WeakSet()
 
     def __init__(self, original: torch.Tensor, dtype: torch.dtype, *, in_eval: bool) -> None:
-        self.__setstate__((original, original.to(dtype), in_eval))
-
-    def __getstate__(self) -> tuple[torch.Tensor, torch.Tensor, bool]:
-        self.follow()
-        return self.original, self.cast, self.in_eval
-
-    def __setstate__(self, state: tuple[torch.Tensor, torch.Tensor, bool]) -> None:
-        self.original, self.cast, self.in_eval = state
-        self._versions = self.original._version, self.cast._version  # those of copies begin anew
-        if self.in_eval:
+        self.original, self.cast, self.in_eval = original, original.to(dtype), in_eval
+        self._versions = self.original._version, self.cast._version
+        if in_eval:
             self.read_in_eval.add(self)
 
     @torch.no_grad()
@@ -47,12 +40,6 @@ class CastBuffer:
             self.original.copy_(self.cast)
         elif self.original._version != original:
             self.cast.copy_(self.original)
-        self._versions = self.original._version, self.cast._version
-
-    @torch.no_grad()
-    def cast_again(self) -> None:
-        """Writes the original, which was registered, to the other; collectives write without a new version."""
-        self.cast.copy_(self.original)
         self._versions = self.original._version, self.cast._version
 
     @classmethod
@@ -84,43 +71,20 @@ def originals_in_eval(module: nn.Module) -> list[str]:
     return sorted(name for name, cast in _casts(module).items() if cast.in_eval)
 
 
-def full_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """`model.named_buffers()`, with those that were cast in their own dtype."""
-    return {name: _full(*_place(model, name), buffer) for name, buffer in model.named_buffers()}
-
-
-@torch.no_grad()
-def write_buffer(model: nn.Module, name: str, value: torch.Tensor) -> None:
-    """Writes a value in its own dtype to a buffer."""
-    module, attribute = _place(model, name)
-    buffer = model.get_buffer(name)
-    _full(module, attribute, buffer).copy_(value)
-    cast = _casts(module).get(attribute)
-    if cast is not None and cast.cast is buffer:
-        cast.follow()
-
-
 @contextlib.contextmanager
 def in_own_dtype(model: nn.Module) -> Iterator[None]:
     """Registers buffers that were cast in their own dtype, and casts what is registered at the end once more."""
-    modules = [module for module in model.modules() if _casts(module)]
-    for module in modules:
-        _restore(module)
+    restored = {module: _restore(module) for module in model.modules()}
     made: dict[torch.Tensor, CastBuffer] = {}
     try:
         yield
     finally:
-        for module in modules:
-            _cast_again(module, made)
+        for module, names in restored.items():
+            _cast_again(module, names, made)
 
 
 def _casts(module: nn.Module) -> dict[str, CastBuffer]:
     return module.__dict__.get(CASTS, {})
-
-
-def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    path, _, attribute = name.rpartition(".")
-    return model.get_submodule(path), attribute
 
 
 def _register(module: nn.Module, name: str, cast: CastBuffer) -> None:
@@ -128,43 +92,36 @@ def _register(module: nn.Module, name: str, cast: CastBuffer) -> None:
         object.__setattr__(module, CASTS, {})
         module.register_state_dict_post_hook(_save_originals)
         module.register_load_state_dict_pre_hook(lambda module, *_: _restore(module))
-        module.register_load_state_dict_post_hook(lambda module, _: _cast_again(module, {}))
+        module.register_load_state_dict_post_hook(lambda module, _: _cast_again(module, _casts(module), {}))
     module.__dict__[CASTS][name] = cast
     module._buffers[name] = cast.cast
 
 
-def _full(module: nn.Module, name: str, buffer: torch.Tensor) -> torch.Tensor:
-    cast = _casts(module).get(name)
-    if cast is None:
-        return buffer
-    if cast.cast is not buffer:  # replaced since
-        return buffer.to(cast.original.dtype)
-    cast.follow()
-    return cast.original
-
-
 def _save_originals(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
-    for name in _casts(module):
-        buffer = module._buffers.get(name)
-        if buffer is not None and prefix + name in state:
-            state[prefix + name] = _full(module, name, buffer)
-
-
-def _restore(module: nn.Module) -> None:
     for name, cast in _casts(module).items():
-        if module._buffers.get(name) is cast.cast:
+        if module._buffers.get(name) is cast.cast and prefix + name in state:
             cast.follow()
-            module._buffers[name] = cast.original
+            state[prefix + name] = cast.original
 
 
-def _cast_again(module: nn.Module, made: dict[torch.Tensor, CastBuffer]) -> None:
-    for name, cast in _casts(module).items():
-        buffer = module._buffers.get(name)
+def _restore(module: nn.Module) -> list[str]:
+    """Registers what was cast in its own dtype, and returns the names; none of what was replaced since."""
+    names = [name for name, cast in _casts(module).items() if module._buffers.get(name) is cast.cast]
+    for name in names:
+        cast = _casts(module)[name]
+        cast.follow()
+        module._buffers[name] = cast.original
+    return names
+
+
+def _cast_again(module: nn.Module, names: Iterable[str], made: dict[torch.Tensor, CastBuffer]) -> None:
+    for name in names:
+        cast, buffer = _casts(module)[name], module._buffers.get(name)
         if buffer is None or buffer is cast.cast:
             continue
-        if buffer is cast.original and buffer.device == cast.cast.device:
-            cast.cast_again()
-            made[buffer] = cast
-        elif buffer not in made:
-            made[buffer] = CastBuffer(buffer, cast.cast.dtype, in_eval=cast.in_eval)
-        _register(module, name, made[buffer])
+        if buffer is not cast.original or buffer.device != cast.cast.device:
+            if buffer not in made:
+                made[buffer] = CastBuffer(buffer, cast.cast.dtype, in_eval=cast.in_eval)
+            cast = made[buffer]
+        cast.follow()
+        _register(module, name, cast)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import enum
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -138,7 +138,7 @@ class Unit:
     def make_groups(self, titles: dict[int, str]) -> None:
         """Moves the shards of FSDP2's groups into flat buffers, but for tensors whose class says how they are sent."""
         for of_torch in fsdp2.groups_of(self.state):
-            fsdp2.observe(of_torch, _Observer(self, of_torch))
+            fsdp2.observe(of_torch, self)
             if fsdp2.has_extensions(of_torch):
                 continue
             kinds: dict[Any, list[torch_params.TorchParam]] = {}
@@ -406,35 +406,18 @@ class Unit:
         group.gathered = full
         refresh_reads(group)
 
-
-class _Observer:
-    """Follows what users change on one of FSDP2's groups, and takes its unreduced gradients back."""
-
-    def __init__(self, unit: Unit, of_torch: fsdp2.TorchGroup) -> None:
-        self._unit = weakref.ref(unit)
-        self._of_torch = weakref.ref(of_torch)
-
-    def _groups(self) -> list[ParamGroup]:
-        unit, of_torch = self._unit(), self._of_torch()
-        return [] if unit is None else [group for group in unit.groups if group.of_torch is of_torch]
-
-    def settings_changed(self) -> None:
-        unit = self._unit()
-        if unit is not None:
-            unit.settings_changed()
-
-    def post_backward(self, run: Any) -> None:
-        for group in self._groups():
+    def post_backward(self, of_torch: fsdp2.TorchGroup, run: Callable[[], None]) -> None:
+        """Around FSDP2's post-backward, `run`: gives it the gradients that wait here, or takes those that it keeps."""
+        groups = [group for group in self.groups if group.of_torch is of_torch]
+        for group in groups:
             group.updates.begin_backward()
-            if fsdp2.reduces(group.of_torch):  # what came since the forward; schedules of pipelines call this alone
+            if fsdp2.reduces(of_torch):  # what came since the forward; schedules of pipelines call this alone
                 group.pending.give_to_torch()
         run()
-        unit, of_torch = self._unit(), self._of_torch()
-        if unit is not None and backward_in_progress() != -1:
+        if backward_in_progress() != -1:
             # Nothing else does, where only some modules of the unit were called, around or after a graph.
-            fsdp2.end_with_backward(unit.state)
-        if of_torch is not None and not fsdp2.reduces(of_torch):
-            for group in self._groups():
-                if group.is_trainable:
-                    group.pending.take_from_torch()
-                    refresh_reads(group)
+            fsdp2.end_with_backward(self.state)
+        for group in [] if fsdp2.reduces(of_torch) else groups:
+            if group.is_trainable:
+                group.pending.take_from_torch()
+                refresh_reads(group)

@@ -11,8 +11,8 @@ gradients stay in `.grad`, for the last of these backwards, or for the end of th
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -26,12 +26,8 @@ if TYPE_CHECKING:
     from fsdp_compile.fsdp2.param_group import Param, ParamGroup
 
 
-class Updater(Protocol):
-    """An optimizer that updates parameters in backward."""
-
-    def update(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Steps some of its parameters, which have gradients, and clears these."""
-        ...
+Updater = Callable[[Sequence[nn.Parameter]], object]
+"""What steps some parameters of an optimizer in backward, which have gradients, and clears these."""
 
 
 class UpdateHook:
@@ -51,7 +47,7 @@ class UpdateHook:
         """Updates the parameter, or leaves it to a later backward of the same step."""
         group = None if self.group is None else self.group()
         if group is None:
-            self.updater.update([parameter])
+            self.updater([parameter])
         else:
             group.updates.note([p for p in group.params if p.parameter is parameter])
 
@@ -209,7 +205,7 @@ class Updates:
             if updater is not None and parameter.grad is not None:
                 its.setdefault(updater, []).append(parameter)
         for updater, parameters in its.items():
-            updater.update(parameters)
+            updater(parameters)
         if its:
             self._is_updated = True
             # So that autograd refuses a backward through a graph that has saved it: foreach kernels do not count.

@@ -18,7 +18,7 @@ def compile_eagerly(gm: fx.GraphModule, inputs: Sequence[Any], region: Region) -
     """Makes a callable of a Dynamo graph that runs the transformed graphs; `region` receives the graphs."""
 
     def lower(gm: fx.GraphModule, _inputs: Sequence[Any], phase: Phase) -> Compiled:
-        return region.finish(gm, phase, lambda: _boxed(gm))
+        return region.finish(gm, phase, lambda: boxed(fx.Interpreter(gm)))
 
     def inference(gm: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
         region.inference(gm)
@@ -35,9 +35,8 @@ def compile_eagerly(gm: fx.GraphModule, inputs: Sequence[Any], region: Region) -
         return compiler(gm, list(inputs))
 
 
-def _boxed(gm: fx.GraphModule) -> Compiled:
+def boxed(interpreter: fx.Interpreter) -> Compiled:
     """A callable that takes its arguments in a list and empties it, so that each is freed after its last use."""
-    interpreter = fx.Interpreter(gm)
 
     def run(args: list[Any]) -> Any:
         try:

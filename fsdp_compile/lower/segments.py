@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from operator import getitem
 from typing import Any
 
 import torch
 from torch import fx
 
-from fsdp_compile._torch.tensors import OpOverload
+from fsdp_compile._torch.tensors import OpOverload, tree_leaves
 from fsdp_compile.cost.fusion import WRITTEN, shares_memory
 
 
@@ -70,36 +70,10 @@ def _segment(nodes: Sequence[fx.Node]) -> Segment:
     return Segment(tuple(nodes), tuple(inputs), tuple(outputs))
 
 
-def text_of(segment: Segment) -> str:
-    """What a segment computes: the same for segments that may share their code."""
-    place: dict[fx.Node, str] = {node: f"in{i}" for i, node in enumerate(segment.inputs)}
-    place |= {node: f"%{i}" for i, node in enumerate(segment.nodes)}
-
-    def written(value: Any) -> str:
-        return place[value] if isinstance(value, fx.Node) else repr(value)
-
-    lines = [f"{place[node]}: {_type(node)}" for node in segment.inputs]
-    for node in segment.nodes:
-        arguments = fx.node.map_aggregate((node.args, node.kwargs), lambda value: _Written(written(value)))
-        marks = f" {WRITTEN}" * (WRITTEN in node.meta)
-        lines.append(f"{place[node]} = {node.op} {node.target} {arguments}{marks} : {_type(node)}")
-    return "\n".join([*lines, " ".join(place[node] for node in segment.outputs)])
-
-
-class _Written(str):
-    """Text that is shown without quotes."""
-
-    def __repr__(self) -> str:
-        return str(self)
-
-
-def _type(node: fx.Node) -> str:
-    return ", ".join(map(described, _values(node)))
-
-
-def _values(node: fx.Node) -> Iterator[Any]:
-    value = node.meta.get("val")
-    yield from value if isinstance(value, list | tuple) else (value,)
+def text_of(graph: fx.GraphModule, inputs: Sequence[Any]) -> str:
+    """What a graph of `graph_of` computes from inputs of these types: the same where segments may share code."""
+    written = [node.name for node in graph.graph.nodes if WRITTEN in node.meta]
+    return "\n".join([*map(described, inputs), graph.code, *written])
 
 
 def described(value: Any) -> str:
@@ -111,7 +85,7 @@ def described(value: Any) -> str:
 
 def has_open_sizes(graph: fx.Graph) -> bool:
     """Whether a graph has sizes that are known only when it runs."""
-    values = (value for node in graph.nodes for value in _values(node))
+    values = tree_leaves([node.meta.get("val") for node in graph.nodes])
     return any(
         isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
         or (isinstance(value, torch.Tensor) and not all(isinstance(size, int) for size in value.shape))
@@ -120,14 +94,19 @@ def has_open_sizes(graph: fx.Graph) -> bool:
 
 
 def graph_of(segment: Segment, owner: fx.GraphModule) -> fx.GraphModule:
-    """A graph of its own, from the segment's inputs to a tuple of its outputs; `owner` has its attributes."""
+    """A graph of its own, from the segment's inputs to a tuple of its outputs; `owner` has its attributes.
+
+    Its nodes are numbered: segments that compute the same have the same code.
+    """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for i, node in enumerate(segment.inputs):
         copies[node] = graph.placeholder(f"in{i}")
         copies[node].meta = {name: node.meta[name] for name in ("val", "tensor_meta") if name in node.meta}
-    for node in segment.nodes:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
+    for i, node in enumerate(segment.nodes):
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
+        copies[node] = graph.create_node(node.op, node.target, args, kwargs, f"made{i}")
+        copies[node].meta = dict(node.meta)
     result = graph.output(tuple(copies[node] for node in segment.outputs))
     # Who reads them was compiled for the strides that the graph says.
     result.meta["user_visible_output_idxs"] = list(range(len(segment.outputs)))

@@ -85,7 +85,7 @@ class InBackward:
         groups = enumerate(self.optimizer.param_groups)
         return {parameter: number for number, group in groups for parameter in group["params"]}
 
-    def update(self, parameters: Sequence[nn.Parameter]) -> None:
+    def __call__(self, parameters: Sequence[nn.Parameter]) -> None:
         """Steps some parameters, and clears their gradients.
 
         Raises:

@@ -51,3 +51,4 @@ class FirstRank:
                 dist.broadcast(value, group=group, group_src=0)
             if value.data_ptr() != local.data_ptr():
                 local.detach().copy_(value)
+            torch.autograd.graph.increment_version(local)  # collectives do not

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch.tensors import by_device_and_dtype, foreach_lerp_, make_dtensor
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.fsdp2.buffers import full_buffers, write_buffer
+from fsdp_compile.fsdp2.buffers import in_own_dtype
 from fsdp_compile.fsdp2.shards import full_value, is_first, local_of, shard_between_steps, shard_like, unwrap
 
 _COUNT, _PREFIX = "n_averaged", "module."
@@ -145,7 +145,8 @@ class EMA:
         if self._is_swapped_in:
             raise ConfigError("the averages are in the model", where=where, instead="the end of swapped_in() before it")
         shard_between_steps(self._model, where, instead="it before or after that")
-        now = {**dict(self._model.named_parameters()), **full_buffers(self._model)}
+        with in_own_dtype(self._model):
+            now = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
         for name, value in now.items() if self._averages else ():
             if name not in self._averages or _kind(value) != _kind(self._averages[name]):
                 raise ConfigError(
@@ -155,14 +156,12 @@ class EMA:
 
     @torch.no_grad()
     def _exchange(self, where: str) -> None:
-        buffers = dict(self._model.named_buffers())
-        for name, value in self._now(where).items():
-            average, own = local_of(self._averages[name]), local_of(value)
-            kept = average.clone()
-            average.copy_(own)
-            if name in buffers:
-                write_buffer(self._model, name, kept)
-            else:
+        now = self._now(where)
+        with in_own_dtype(self._model):
+            for name, value in now.items():
+                average, own = local_of(self._averages[name]), local_of(value)
+                kept = average.clone()
+                average.copy_(own)
                 own.copy_(kept)
 
 

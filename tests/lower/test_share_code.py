@@ -13,9 +13,10 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fsdp_compile import ConfigError, fully_shard
 from fsdp_compile._torch.distributed import collectives
-from fsdp_compile.lower import inductor
+from fsdp_compile.cost.fusion import WRITTEN
+from fsdp_compile.lower import inductor, segments
 from fsdp_compile.lower.segments import Segment, cut, graph_of, has_open_sizes, text_of
-from fsdp_compile.lower.share_code import can_share_code, runner
+from fsdp_compile.lower.share_code import can_share_code, compile_segments
 from tests import long
 from tests.fake_world import fake_world
 from tests.models.kinds import KINDS
@@ -63,8 +64,17 @@ def test_a_graph_is_cut_where_communication_starts_and_is_waited_for() -> None:
 
 @pytest.mark.parametrize(("changes", "alike"), [({}, True), ({"factor": 3.0}, False), ({"size": 1}, False)])
 def test_segments_are_alike_if_they_compute_the_same_from_the_same_types(changes: dict[str, Any], alike: bool) -> None:  # noqa: FBT001
-    first, second = map(text_of, _segments(_two_layers(**changes)))
+    owner = fx.GraphModule({}, _two_layers(**changes))
+    parts = _segments(owner.graph)
+    first, second = (text_of(graph_of(each, owner), [node.meta["val"] for node in each.inputs]) for each in parts)
     assert (first == second) is alike
+
+
+def test_a_value_that_is_to_be_written_to_memory_makes_a_segment_another_one() -> None:
+    owner = fx.GraphModule({}, _two_layers())
+    first, second = _segments(owner.graph)
+    first.nodes[0].meta[WRITTEN] = True
+    assert text_of(graph_of(first, owner), []) != text_of(graph_of(second, owner), [])
 
 
 def test_views_alone_are_no_segment() -> None:
@@ -114,21 +124,23 @@ def test_a_value_is_dropped_before_its_last_reader_runs(monkeypatch: pytest.Monk
     graph = _two_layers()
     for node in graph.nodes:  # nothing to wait for, and no group
         if node.target is collectives.wait_tensor.default:
-            monkeypatch.setattr(node, "target", torch.ops.aten.neg.default)
+            node.target = torch.ops.aten.neg.default
         if node.target is collectives.all_gather_into_tensor.default:
-            monkeypatch.setattr(node, "_args", (node.args[0], [2]))
-            monkeypatch.setattr(node, "target", torch.ops.aten.repeat.default)
-    owner = fx.GraphModule({}, graph)
-    parts: list[Any] = cut(_two_layers())
-    by_name = {node.name: node for node in graph.nodes}
-    watched = [_Watched(graph_of(part, owner)) for part in parts if isinstance(part, Segment)]
-    codes = iter(watched)
-    run = runner(graph, [(part, next(codes)) if isinstance(part, Segment) else by_name[part.name] for part in parts])
+            node.target, node.args = torch.ops.aten.repeat.default, (node.args[0], [2])
+    apart = (torch.ops.aten.neg.default, torch.ops.aten.repeat.default)
+    monkeypatch.setattr(segments, "_is_run_as_it_is", lambda node: node.target in apart)
+    watched: list[_Watched] = []
+
+    def compile_one(segment: fx.GraphModule, _: Sequence[Any]) -> _Watched:
+        watched.append(_Watched(segment))
+        return watched[-1]
+
+    run = compile_segments(fx.GraphModule({}, graph), compile_one)
     args = [torch.ones(4), torch.ones(2), torch.ones(2)]
     (made,) = run(args)
     assert args == []
     assert made.tolist() == [1.0] * 4  # 2 * (2 * 1 - 1) - 1
-    assert [each.freed for each in watched] == [[True], [True]]
+    assert [each.freed for each in watched] == [[True, True]]
 
 
 TRAINED = ("odd-shapes", "tied", "convolution", "frozen", "checkpointed", "repeated")

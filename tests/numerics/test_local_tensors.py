@@ -74,14 +74,15 @@ def _copy(model: nn.Module) -> nn.Module:
 def _graphs(model: nn.Module, ranks: _Ranks) -> list[fx.GraphModule]:
     """Forward and backward, as they run on every rank; call it inside of the world."""
     found: list[fx.GraphModule] = []
-    real = eager._boxed
+    real = eager.boxed
 
-    def boxed(gm: fx.GraphModule) -> Compiled:
-        found.append(gm)
-        return real(gm)
+    def boxed(interpreter: fx.Interpreter) -> Compiled:
+        assert isinstance(interpreter.module, fx.GraphModule)
+        found.append(interpreter.module)
+        return real(interpreter)
 
     torch._dynamo.reset()
-    with mock.patch.object(eager, "_boxed", boxed):
+    with mock.patch.object(eager, "boxed", boxed):
         compiled = torch.compile(ranks.sharded(_copy(model)), backend="fsdp", options={"lower": "eager"})
         compiled(torch.randn(ROWS, WIDTH)).backward()
     return found

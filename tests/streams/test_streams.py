@@ -37,23 +37,16 @@ def _nothing(graph: fx.Graph) -> None:
 @contextlib.contextmanager
 def _under_the_model(edit: Edit) -> Iterator[StreamModel]:
     """Graphs that are compiled inside of it are edited, and run under one model of streams."""
-    model = StreamModel()
+    model, real = StreamModel(), eager.boxed
 
-    def boxed(gm: fx.GraphModule) -> Compiled:
+    def boxed(interpreter: fx.Interpreter) -> Compiled:
+        gm = interpreter.module
+        assert isinstance(gm, fx.GraphModule)
         edit(gm.graph)
         gm.recompile()
-        graph = StreamInterpreter(gm, model)
+        return real(StreamInterpreter(gm, model))
 
-        def run(args: list[Any]) -> Any:
-            try:
-                return graph.boxed_run(args)
-            finally:
-                graph.env.clear()
-
-        run._boxed_call = True  # type: ignore[attr-defined]
-        return run
-
-    with mock.patch.object(eager, "_boxed", boxed), host_apart():
+    with mock.patch.object(eager, "boxed", boxed), host_apart():
         yield model
         model.finish()
 
