@@ -78,15 +78,15 @@ def compiled_in_parts(strides: Sequence[tuple[int, ...] | None]) -> Iterator[Non
         yield
         return
     asked, metadata = context.output_strides, context.fw_metadata
-    reusable = getattr(metadata, "bw_donated_idxs", None)
+    reusable = None if metadata is None else metadata.bw_donated_idxs
     context.output_strides = None
-    if reusable:
+    if metadata is not None:
         metadata.bw_donated_idxs = None
     try:
         yield
     finally:
         context.output_strides = asked
-        if reusable:
+        if metadata is not None:
             metadata.bw_donated_idxs = reusable
     if asked is not None:
         asked.extend(strides)

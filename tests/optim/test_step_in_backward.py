@@ -97,7 +97,7 @@ class Inverse(Slim):
     """An operator that checks for errors has side effects, for which graphs have a further input."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight = self.blocks[0][0].weight
+        weight = self.blocks[0][0].weight  # type: ignore[index]
         return super().forward(torch.linalg.solve(torch.eye(WIDTH) + weight @ weight.T, x.T).T)
 
 
