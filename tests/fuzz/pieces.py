@@ -104,7 +104,7 @@ _PARAMETERS: Final = {
     "vector": _uses("torch.linspace(0.5, 1, 6)", "x * self.w{i} + self.w{i}.mean()"),
     "one_row": _uses("torch.randn(1, 6)", "x + self.w{i}"),
     "five_rows": _uses("torch.randn(5, 6) / 3", "x + (x @ self.w{i}.T).tanh() @ self.w{i}"),
-    "transposed": _uses("(torch.randn(6, 6) / 3).t()", "F.linear(x, self.w{i})"),
+    "transposed": _uses("torch.randn(6, 6) / 3", "F.linear(x, self.w{i}.t())"),  # FSDP2 takes no strided parameters
     "cube": _uses("torch.randn(3, 2, 6) / 3", "x + torch.einsum('bi,kji->bi', x, self.w{i})"),
     "einsum": _uses("torch.randn(6, 6) / 3", "torch.einsum('bi,ij->bj', x, self.w{i})"),
     "bmm": _uses("torch.randn(6, 6) / 3", "torch.bmm(x[None], self.w{i}[None])[0]"),

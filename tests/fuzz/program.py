@@ -174,7 +174,8 @@ SLACK = 0.1  # what bfloat16 may differ by
 _TOUCHES = {
     Touch.NOTHING: "",
     Touch.FULL: "with side.full_params(model), torch.no_grad():\n    for p in model.parameters():\n        p.mul_(0.9)",
-    Touch.UNSHARD: "side.method(model, 'unshard')",
+    # Not after the last step, behind which no forward takes them.
+    Touch.UNSHARD: "if step == 0:\n    side.method(model, 'unshard')",
     Touch.RESHARD: "side.method(model, 'unshard')\nside.method(model, 'reshard')",
 }
 _CALLS = {
