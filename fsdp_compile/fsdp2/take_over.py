@@ -221,19 +221,16 @@ def _pre_hook(unit: Unit, hook: fsdp2.PreHook) -> fsdp2.PreHook:
     unit.pre_hook = hook
     full_in_eval = fsdp2.own_setting(unit.state, "full_precision_in_eval", default=False)
 
-    def cast_inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if dtype is None or (full_in_eval and not module.training):
-            return args, kwargs
-        return cast(args, dtype), cast(kwargs, dtype)
-
     def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             if unit.only_hooks:
                 graph_break(msg=f"FSDP2's hooks gather unit {unit.title!r}: {unit.only_hooks}")
-            return cast_inputs(module, args, kwargs)
+            if dtype is None or (full_in_eval and not module.training):
+                return args, kwargs
+            return cast(args, dtype), cast(kwargs, dtype)
         # Here, since Dynamo does not watch what a disabled function calls.
         _note_watched()
-        return _begin(unit, cast_inputs, module, args, kwargs)
+        return _begin(unit, module, args, kwargs)
 
     skip_code(pre_forward.__code__)
     return pre_forward
@@ -277,23 +274,26 @@ class _FirstPreHook:
 
 def _post_hook(unit: Unit, hook: fsdp2.PostHook) -> fsdp2.PostHook:
     unit.post_hook = hook
-    dtype = fsdp2.policy_of(unit.state).output_dtype
-    casts_in_eval = fsdp2.own_setting(unit.state, "casts_output_in_eval", default=True)
-
-    def cast_output(module: nn.Module, _: Any, output: Any) -> Any:
-        return cast(output, dtype) if dtype is not None and (casts_in_eval or module.training) else output
+    training, in_eval = _output_dtypes(unit)
 
     def post_forward(module: nn.Module, args: Any, output: Any) -> Any:
         if torch.compiler.is_compiling():
-            return cast_output(module, args, output)
-        return _end(unit, hook, cast_output, module, args, output)
+            dtype = training if module.training else in_eval
+            return output if dtype is None else cast(output, dtype)
+        return _end(unit, hook, module, args, output)
 
     skip_code(post_forward.__code__)
     return post_forward
 
 
+def _output_dtypes(unit: Unit) -> tuple[torch.dtype | None, torch.dtype | None]:
+    """What the outputs of a unit are cast to: in training, and in eval mode."""
+    dtype = fsdp2.policy_of(unit.state).output_dtype
+    return dtype, dtype if fsdp2.own_setting(unit.state, "casts_output_in_eval", default=True) else None
+
+
 @torch.compiler.disable
-def _begin(unit: Unit, cast_inputs: fsdp2.PreHook, module: nn.Module, args: Any, kwargs: Any) -> Any:
+def _begin(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
     for each in (unit, *unit.inner_units):
         each.leave_hooks()
     # Checkpointing by module hooks repeats the forward as it was: by hooks only if hooks have run its backward so far.
@@ -306,21 +306,25 @@ def _begin(unit: Unit, cast_inputs: fsdp2.PreHook, module: nn.Module, args: Any,
             each.gather_given()
         if not unit.given_values():
             unit.defer(call_of(module))
-            return cast_inputs(module, args, kwargs)
+            full = not module.training and fsdp2.own_setting(unit.state, "full_precision_in_eval", default=False)
+            policy = fsdp2.policy_of(unit.state)
+            if full or policy.param_dtype is None or not policy.cast_forward_inputs:
+                return args, kwargs
+            return cast(args, policy.param_dtype), cast(kwargs, policy.param_dtype)
     if unit.gatherer is not Gatherer.HOOKS:
         unit.begin_hooks()
     return unit.pre_forward(module, args, kwargs)
 
 
 @torch.compiler.disable
-def _end(
-    unit: Unit, hook: fsdp2.PostHook, cast_output: fsdp2.PostHook, module: nn.Module, args: Any, output: Any
-) -> Any:
+def _end(unit: Unit, hook: fsdp2.PostHook, module: nn.Module, args: Any, output: Any) -> Any:
     for each in unit.inner_units:
         output = each.end_given(output)
     if unit.gatherer is not Gatherer.HOOKS:
         unit.end_deferred()
-        return cast_output(module, args, output)
+        training, in_eval = _output_dtypes(unit)
+        dtype = training if module.training else in_eval
+        return output if dtype is None else cast(output, dtype)
     output = hook(module, args, output)
     unit.end_hooks()
     return output
