@@ -148,15 +148,15 @@ def _shard_value(key: str, value: Any, parameter: Any, optimizer: Optimizer) -> 
     if value.numel() == 1 or hasattr(optimizer, SEES_WHOLE):
         return value
     raise _refuse_state(
-        f"{key!r}, which is not of its parameter's shape", parameter, "whole_step(optimizer) before that"
+        f"{key!r}, which is not of its parameter's shape", parameter, "whole_step(optimizer) before that; else "
     )
 
 
-def _refuse_state(what: str, parameter: Any, instead: str = "make the optimizer after it") -> ConfigError:
+def _refuse_state(what: str, parameter: Any, first: str = "") -> ConfigError:
     return ConfigError(
         f"an optimizer from before the model was sharded holds state {what}, and cannot follow",
         where=f"a parameter of shape {tuple(parameter.shape)}",
-        instead=f"{instead}make the optimizer after fully_shard(model), or after the first call of the compiled model",
+        instead=f"{first}make the optimizer after fully_shard(model), or after the first call of the compiled model",
     )
 
 

@@ -6,6 +6,7 @@ takes part when it saves one. The callback takes that way.
 
 from __future__ import annotations
 
+import math
 import random
 import uuid
 from collections.abc import Mapping
@@ -148,10 +149,11 @@ class _LoadStateDict:
 def _distribution(model: PreTrainedModel) -> DistributedConfig:
     """What transformers goes by when it accumulates gradients and saves: on how many ranks shards and replicas are."""
     sharded = next(p for p in model.parameters() if isinstance(p, DTensor))
-    sizes = dict.fromkeys((True, False), 1)
-    for size, placement in zip(sharded.device_mesh.shape, sharded.placements, strict=True):
-        sizes[placement.is_replicate()] *= size
-    return DistributedConfig(fsdp_size=sizes[False], dp_replicate_size=sizes[True])
+    mesh = sharded.device_mesh
+    replicas = math.prod(
+        size for size, placement in zip(mesh.shape, sharded.placements, strict=True) if placement.is_replicate()
+    )
+    return DistributedConfig(fsdp_size=mesh.size() // replicas, dp_replicate_size=replicas)
 
 
 def _refuse(args: TrainingArguments) -> None:

@@ -196,7 +196,7 @@ def _cannot_follow() -> None:
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.state[model.head.weight]["rows"] = torch.zeros(2)
-    with pytest.raises(ConfigError, match=r"holds state 'rows'[\s\S]*whole_step"):
+    with pytest.raises(ConfigError, match=r"holds state 'rows'[\s\S]*whole_step\(optimizer\) before that; else make"):
         one_line(model)(torch.randn(2, 6))
 
 

@@ -50,6 +50,7 @@ def test_trainer(tmp_path: Path) -> None:
     assert any("eval_loss" in entry for entry in expected)
     assert any("grad_norm" in entry for entry in expected)
     _same(found, expected)
+    _same(_run("with_trainer", tmp_path, "fsdp", "replicated"), expected)
     weights = tmp_path / "sharded" / "checkpoint-4" / "model.safetensors"
     assert weights.stat().st_size == (tmp_path / "by_ddp" / "checkpoint-4" / "model.safetensors").stat().st_size
     # The Trainer reads the log of the first two steps from the checkpoint, and repeats the others.

@@ -42,8 +42,13 @@ def main(how: str, folder: str, resume_from: str | None = None) -> None:
     data = [{"input_ids": row, "labels": row} for row in rows]
     callbacks: list[TrainerCallback] = []
     if how == "fsdp":
+        from torch.distributed.device_mesh import init_device_mesh
+
+        from fsdp_compile import fully_shard
         from fsdp_compile.integrations.transformers import FSDPCallback
 
+        if folder.endswith("replicated"):
+            fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
         callbacks.append(FSDPCallback(model, options={"lower": "eager"}))
     arguments = _arguments(folder, sharded=how == "fsdp")
     trainer = Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=data[:16], callbacks=callbacks)

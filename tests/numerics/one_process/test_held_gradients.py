@@ -207,6 +207,31 @@ def test_settings_of_fsdp2_give_its_gradients_bit_by_bit(hybrid: bool, factor: f
         assert worst == [0.0] * len(worst)
 
 
+def _before_the_last_backward() -> list[torch.Tensor]:
+    """Differences from FSDP2's gradients after a backward that is not the last one, and after the last one."""
+    found = []
+    models: list[Any] = []
+    for shard in (fully_shard, fsdp2):
+        torch.manual_seed(0)
+        models.append(Slim(1))
+        shard(models[-1].blocks[0])
+        shard(models[-1])
+    mine: Any = torch.compile(models[0], backend="fsdp", options={"lower": "eager"})
+    for batch, is_last in zip(batches(2, 4 * dist.get_world_size()), (False, True), strict=True):
+        for each in (mine, models[1]):
+            each.set_is_last_backward(is_last)
+            loss_of(each(_mine(batch))).backward()
+        both = zip(models[0].parameters(), models[1].parameters(), strict=True)
+        found += [(p.grad.full_tensor() - q.grad.full_tensor()).abs().max() for p, q in both]
+    return found
+
+
+def test_each_backward_hands_gradients_over_as_fsdp2_does() -> None:
+    for found in run_ranks(_before_the_last_backward):
+        assert len(found) == 2 * 4
+        assert max(found) < CLOSE
+
+
 def test_what_is_no_model_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="not a"), no_sync(3):  # type: ignore[arg-type]
         pass
