@@ -33,7 +33,6 @@ from fsdp_compile.passes.explicit_prefetch import ExplicitPlan, ExplicitPrefetch
 from fsdp_compile.passes.follow_order import FollowOrder
 from fsdp_compile.passes.hide_own_collectives import HideOwnCollectives
 from fsdp_compile.passes.insert_collectives import InsertCollectives
-from fsdp_compile.passes.order_updates import OrderUpdates
 from fsdp_compile.passes.poison import poison_freed_messages
 from fsdp_compile.passes.schedule_auto import MARGIN, ScheduleAuto, SchedulePlan
 from fsdp_compile.passes.schedule_fsdp1 import ScheduleFSDP1
@@ -61,9 +60,9 @@ def passes(options: FSDPOptions) -> tuple[GraphPass[Any], ...]:
         join_bytes=join_bytes(options),
     )
     first = (InsertCollectives(), bucket, UpdateInBackward())
-    last = (OrderUpdates(), ExplicitPrefetch(), ScheduleReshard())
+    last = (ExplicitPrefetch(), ScheduleReshard())
     if options.prefetch == 0:  # nothing overlaps: each unit is resharded before the next one is gathered
-        return (*first, *last[1:])
+        return (*first, *last)
     if isinstance(options.prefetch, FSDPPrefetch):
         rules = ScheduleFSDP1(options.prefetch.in_forward, options.prefetch.in_backward)
         return (*first, rules, ScheduleReduce(), *last)
@@ -201,7 +200,4 @@ def _selected(options: FSDPOptions) -> tuple[GraphPass[Any], ...]:
         raise ConfigError(
             f"there is no pass {options.stop_after!r}", where="options={'stop_after': ...}", instead=", ".join(names)
         )
-    stop = names.index(options.stop_after)
-    # A graph that is stopped early runs as well, and schedules leave updates where they would be too early.
-    updates = any(isinstance(one, UpdateInBackward) for one in every[:stop])
-    return (*every[:stop], *(one for one in every[stop:] if updates and isinstance(one, OrderUpdates)))
+    return every[: names.index(options.stop_after)]

@@ -70,6 +70,7 @@ TRICKS = {
     r"(?<![\w.])eval\(": {"_torch/dynamo.py"},
     r"\.f_locals": {"_torch/dynamo.py"},
     r"getrefcount": set(),
+    r"\.prepend\(": {"ir/edit.py"},  # what it moves stays behind what it needs
 }
 """Patterns of code, and the files that may have it: each says there why."""
 SHORTEST, LONGEST = 15, 500

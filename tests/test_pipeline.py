@@ -13,10 +13,8 @@ from fsdp_compile import pipeline
 from fsdp_compile.errors import InvariantError
 from fsdp_compile.ir.graph import Phase, Role, Stage, StepGraph
 from fsdp_compile.options import FSDPOptions
-from fsdp_compile.passes.order_updates import OrderUpdates
-from fsdp_compile.passes.update_in_backward import UpdateInBackward
-from tests.verify import breaks, update_breaks
-from tests.verify.graphs import ALONE, graph
+from tests.verify import breaks
+from tests.verify.graphs import graph
 
 Edit = Callable[[StepGraph], fx.Node]
 
@@ -74,18 +72,6 @@ def test_a_correct_graph_is_returned(only_pass: Callable[[Edit], WrongPass]) -> 
 
     assert pipeline.transform(step, FSDPOptions(prefetch=1)) is step
     assert list(step.nodes(Role.GATHER))
-
-
-def test_updates_are_ordered_by_a_pipeline_that_stops_before_the_pass_that_does_so(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    too_late = WrongPass(update_breaks.shard_read_in_place_after_its_update)
-    monkeypatch.setattr(pipeline, "passes", lambda _options: (UpdateInBackward(), too_late, OrderUpdates()))
-    step = graph(Phase.BACKWARD, world=ALONE, stage=Stage.INSERTED)
-
-    pipeline.transform(step, FSDPOptions(prefetch=1, stop_after=too_late.name))  # else it would be refused
-
-    assert too_late.named in step.graph.nodes
 
 
 @pytest.mark.parametrize("before", [gc.enable, gc.disable])

@@ -112,17 +112,29 @@ def apply_passes(step: StepGraph, pipeline: list[GraphPass[Any]]) -> Iterator[Ap
     """Runs passes on a graph in place and says after each what it did.
 
     Raises:
-        InvariantError: If a pass leaves a node before one that it needs.
+        InvariantError: If a pass cannot take a graph, which breaks a rule, or leaves a node before one that it needs.
     """
+    from fsdp_compile.ir.graph import Stage
     from fsdp_compile.ir.text.diff import diff_graphs, format_diff
     from fsdp_compile.ir.text.plan import format_plan
     from fsdp_compile.ir.text.printer import format_graph
+    from fsdp_compile.verify.check import check
+    from fsdp_compile.verify.rules.records import MARKERS_GONE
+    from fsdp_compile.verify.table import RULES
 
-    before = format_graph(step)
+    before, after_pass = format_graph(step), "the text was read"
     for graph_pass in pipeline:
-        plan = graph_pass.plan(step)
-        plan_text = format_plan(plan)
-        graph_pass.apply(step, plan)
+        unchanged = step.copy()
+        try:
+            plan = graph_pass.plan(step)
+            plan_text = format_plan(plan)
+            graph_pass.apply(step, plan)
+        except Exception:
+            # A pass trusts what those before it leave. The verifier says what a graph by hand lacks, and in which line.
+            rules = [rule for rule in RULES if rule.name != MARKERS_GONE]
+            check(unchanged, after=after_pass, stage=Stage.INSERTED, rules=rules)
+            raise
+        after_pass = graph_pass.name
         try:
             step.graph.lint()
         except RuntimeError as error:

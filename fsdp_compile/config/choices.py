@@ -30,7 +30,6 @@ DEFAULT_PASSES: Final = (
     "hide-own-collectives",
     "delay-weight-gradients",
     "schedule-auto",
-    "order-updates",
     "explicit-prefetch",
     "schedule-reshard",
 )

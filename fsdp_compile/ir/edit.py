@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,8 +13,9 @@ from torch.utils._pytree import tree_map
 
 from fsdp_compile._torch.dynamo import detect_fake_mode
 from fsdp_compile.ir.fake_values import known_value
-from fsdp_compile.ir.graph import KEY, Record, Role
+from fsdp_compile.ir.graph import KEY, Record, Role, role_of
 from fsdp_compile.ir.queries import TEXT_POSITION
+from fsdp_compile.ir.writes import kept_order
 
 _PROVENANCE = ("stack_trace", "nn_module_stack", "source_fn_stack", "partitioner_tag")
 
@@ -73,24 +74,66 @@ def set_read_text(marker: fx.Node, text: str) -> None:
     marker.update_arg(TEXT_POSITION[marker.target], text)
 
 
-def move_before(nodes: Iterable[fx.Node], anchor: fx.Node) -> None:
-    """Moves nodes, given in graph order, to right before `anchor`."""
-    for node in nodes:
-        anchor.prepend(node)
+def move(graph: fx.Graph, moves: Iterable[tuple[Iterable[fx.Node], fx.Node]]) -> None:
+    """Moves nodes to right before an anchor, in the order given, one group after the other.
+
+    The order that comes out is one that can run: whatever would stand in front of a node that it needs, a moved one or
+    one that reads a moved one, stands right behind that. Order that data flow does not tell (`kept_order`) stays.
+
+    Args:
+        graph: The graph.
+        moves: Nodes and their anchor; each is asked for when those before it have been moved.
+    """
+    needs: dict[fx.Node, list[fx.Node]] = {node: list(node.all_input_nodes) for node in graph.nodes}
+    for first, later in kept_order(graph):
+        needs[later].append(first)
+    for group, anchor in moves:
+        nodes, place = dict.fromkeys(group), anchor
+        while place in nodes:
+            place = place.next
+        for node in nodes:
+            place.prepend(node)
+    _put_behind_needs(graph, needs)
 
 
-def sink(nodes: Iterable[fx.Node]) -> None:
+def _put_behind_needs(graph: fx.Graph, needs: Mapping[fx.Node, Sequence[fx.Node]]) -> None:
+    """Moves nodes that stand in front of what they need; others stay. There is an order: nodes were in one before."""
+    done: set[fx.Node] = set()
+    waiting: dict[fx.Node, list[fx.Node]] = {}
+    for node in list(graph.nodes):
+        last, todo = node, [node]
+        while todo:
+            one = todo.pop(0)
+            missing = next((need for need in needs[one] if need not in done), None)
+            if missing is not None:
+                waiting.setdefault(missing, []).append(one)
+                continue
+            if one is not node:
+                last.append(one)
+            last = one
+            done.add(one)
+            todo = waiting.pop(one, []) + todo
+
+
+def with_needs(start: fx.Node, anchor: fx.Node) -> list[fx.Node]:
+    """`start` behind all that it needs, to be moved to `anchor`; a copy from the host that is under way there stays."""
+    found: dict[fx.Node, None] = {}
+
+    def visit(node: fx.Node) -> None:
+        for source in node.all_input_nodes:
+            started = role_of(source) is Role.OFFLOAD_IN and source < anchor
+            if source.op == "call_function" and source not in found and not started:
+                visit(source)
+        found[node] = None
+
+    visit(start)
+    return list(found)
+
+
+def sink(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
     """Moves each node, given in graph order, to right before its first user."""
-    for node in reversed(list(nodes)):
-        if node.users:
-            min(node.users).prepend(node)  # nodes compare by where they are now
-
-
-def move_after(nodes: Sequence[fx.Node], anchor: fx.Node) -> None:
-    """Moves nodes, given in graph order, to right after `anchor`, which is not one of them."""
-    # Each goes right behind the anchor, so the last one goes first.
-    for node in reversed(nodes):
-        anchor.append(node)
+    # Nodes compare by where they are now.
+    move(graph, (([node], min(node.users)) for node in reversed(nodes) if node.users))
 
 
 def erase_unused(nodes: Iterable[fx.Node]) -> None:

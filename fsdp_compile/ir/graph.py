@@ -117,8 +117,6 @@ DECLARING = frozenset({Role.FLAT, Role.POST_FORWARD_SHARD})
 """Roles of graph inputs that say where parameters lie, and need no other input for that."""
 SENT = (Role.SHARD, Role.OFFLOAD_IN, Role.OFFLOAD_IN_WAIT)
 """Roles of the nodes between a flat parameter and its all-gather."""
-ON_DEVICE = (Role.SHARD, Role.OFFLOAD_IN_WAIT)
-"""Of those, the roles of the nodes behind the start of a copy from the host, if there is one."""
 MADE = (Role.GRADIENT, Role.AVERAGE_ROWS)
 """Roles of the nodes whose records tell which parameters get gradients."""
 EXCHANGES = (Role.LOOK_UP, Role.AVERAGE_ROWS)

@@ -135,12 +135,12 @@ def parameter_only(graph: fx.Graph) -> list[fx.Node]:
         derived = bool(node.all_input_nodes) and all(n in found for n in node.all_input_nodes)
         # These are computed twice, in forward and in backward.
         can_repeat = not node.is_impure() and is_known_to_repeat(node.target)
-        if node.target in READS or (derived and (can_repeat or _is_own_collective(node))):
+        if node.target in READS or (derived and (can_repeat or is_own_collective(node))):
             found[node] = None
-    return [node for node in found if not _is_own_collective(node)]
+    return [node for node in found if not is_own_collective(node)]
 
 
-def _is_own_collective(node: fx.Node) -> bool:
+def is_own_collective(node: fx.Node) -> bool:
     """Whether a node starts a collective of the program's own, or waits for one."""
     return _is_collective(node) and record_of(node) is None
 
@@ -194,9 +194,9 @@ def aliases(roots: Iterable[fx.Node]) -> list[fx.Node]:
     return list(found)
 
 
-def readers(flat: fx.Node) -> list[fx.Node]:
-    """Nodes that read the memory of a flat parameter, and waits for the collectives that send it; not its update."""
-    found = dict.fromkeys(n for held in aliases([flat]) for n in (held, *held.users) if role_of(n) is not Role.UPDATE)
+def readers(memory: Iterable[fx.Node]) -> list[fx.Node]:
+    """Nodes that read or show the memory of some, and waits for the collectives that send it; no update in backward."""
+    found = dict.fromkeys(n for held in aliases(memory) for n in (held, *held.users) if role_of(n) is not Role.UPDATE)
     return [node for node in (*found, *waits_behind(found)) if node.op != "output"]
 
 

@@ -20,9 +20,11 @@ from torch import fx
 
 from fsdp_compile._torch.distributed import collectives
 from fsdp_compile.cost.hardware import Hardware
+from fsdp_compile.errors import InvariantError
 from fsdp_compile.ir.edit import GraphBuilder, erase_unused
 from fsdp_compile.ir.graph import GRADIENTS, SENT, Role, Stage, StepGraph, require, role_of
 from fsdp_compile.ir.queries import InputsByFlat, first_of, flat_of, last_of, upstream
+from fsdp_compile.ir.source_line import source_line
 from fsdp_compile.layout.flat_layout import ReduceLayout
 from fsdp_compile.layout.messages import narrow, view
 from fsdp_compile.passes.bucketing.cast_once import cast_together
@@ -139,7 +141,14 @@ def _gather_single(start: fx.Node) -> ParamCollective:
 def _next(node: fx.Node) -> fx.Node:
     """The next step from the start of a single gather to its full parameter."""
     roles = (Role.GATHER_ITEM, Role.GATHER_WAIT, Role.COPY_OUT, Role.FULL)
-    return next(user for user in node.users if role_of(user) in roles)
+    for user in node.users:
+        if role_of(user) in roles:
+            return user
+    raise InvariantError(
+        f"%{node} leads to no full parameter",
+        where=source_line(node),
+        instead="gathers as insert-collectives leaves them",
+    )
 
 
 def _sends_a_gradient(start: fx.Node) -> bool:

@@ -21,7 +21,7 @@ from fsdp_compile.cost.compute import NodeCost, node_costs
 from fsdp_compile.cost.fusion import Fusion, plan_kernels
 from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.cost.hardware import hardware as named_hardware
-from fsdp_compile.ir.edit import move_before
+from fsdp_compile.ir.edit import move
 from fsdp_compile.ir.graph import Role, Stage, StepGraph, role_of
 from fsdp_compile.ir.queries import is_known_to_repeat
 from fsdp_compile.ir.writes import tied_to_writes
@@ -88,7 +88,7 @@ class DelayWeightGradients:
 
     def apply(self, step: StepGraph, plan: DelayPlan) -> None:
         """Moves the nodes."""
-        move_before(plan.moved, step.output)
+        move(step.graph, [(plan.moved, step.output)])
 
     def _with_costs(
         self, chain: Sequence[fx.Node], made: tuple[fx.Node, ...], costs: Mapping[fx.Node, NodeCost]

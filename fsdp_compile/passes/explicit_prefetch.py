@@ -13,10 +13,9 @@ import dataclasses
 from torch import fx
 
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.ir.edit import move_before
-from fsdp_compile.ir.graph import DECLARING, ON_DEVICE, Phase, Role, Stage, StepGraph, require
-from fsdp_compile.ir.queries import Named, last_wait, lists_of, named_gathers, upstream
-from fsdp_compile.passes.schedule_prefetch import copies_to
+from fsdp_compile.ir.edit import move, with_needs
+from fsdp_compile.ir.graph import DECLARING, Phase, Role, Stage, StepGraph, require
+from fsdp_compile.ir.queries import last_wait, lists_of, named_gathers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,27 +48,20 @@ class ExplicitPrefetch:
         named = named_gathers(step)
         _refuse_wrong_lists(step)
         order = step.order()
-        moved = {one: _with_what_it_sends(one, order) for one in named}
+        after = {one: last_wait(one.by, order) for one in named}
+        moved = {one: with_needs(one.gather, after[one]) for one in named}
         moving = {node for nodes in moved.values() for node in nodes}
         starts = []
         for one in named:
-            anchor = last_wait(one.by, order).next
+            anchor = after[one].next
             while anchor in moving:
                 anchor = anchor.next
-            starts.append(Start(moved[one], anchor))
+            starts.append(Start(tuple(moved[one]), anchor))
         return ExplicitPlan(tuple(starts))
 
-    def apply(self, step: StepGraph, plan: ExplicitPlan) -> None:  # noqa: ARG002
+    def apply(self, step: StepGraph, plan: ExplicitPlan) -> None:
         """Moves the gathers, each with the casts that it sends, and with its copies from the host if they are later."""
-        for start in plan.starts:
-            move_before(start.nodes, start.anchor)
-
-
-def _with_what_it_sends(one: Named, order: dict[fx.Node, int]) -> tuple[fx.Node, ...]:
-    after = order[last_wait(one.by, order)]
-    late = [copy for copy in copies_to(one.gather) if order[copy] > after]
-    copied = [node for copy in late for node in (*upstream(copy, Role.SHARD), copy)]
-    return (*copied, *upstream(one.gather, *ON_DEVICE), one.gather)
+        move(step.graph, ((start.nodes, start.anchor) for start in plan.starts))
 
 
 def _refuse_wrong_lists(step: StepGraph) -> None:

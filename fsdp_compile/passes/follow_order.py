@@ -16,12 +16,11 @@ from itertools import pairwise
 
 from torch import fx
 
-from fsdp_compile.cost.own_collectives import is_own
 from fsdp_compile.errors import RankMismatchError
 from fsdp_compile.ir.calls import line_of, names_in, numbered, operator_in, starts_of
-from fsdp_compile.ir.graph import Stage, StepGraph, role_of
-from fsdp_compile.ir.queries import is_known_to_repeat
-from fsdp_compile.ir.writes import tied_to_writes
+from fsdp_compile.ir.edit import move
+from fsdp_compile.ir.graph import Stage, StepGraph
+from fsdp_compile.ir.writes import kept_order
 from fsdp_compile.passes.bucketing.messages import ParamCollective
 from fsdp_compile.passes.sort_nodes import neighbours, sort_nodes
 
@@ -78,7 +77,7 @@ class FollowOrder:
             CannotFollowError: If the graph does not have these collectives, or needs one for an earlier one.
         """
         wanted, order = self._wanted(step), step.order()
-        pairs = (*pairwise(wanted), *pairwise(_in_place(step)), *neighbours(wanted, order))
+        pairs = (*pairwise(wanted), *kept_order(step.graph), *neighbours(wanted, order))
         found = sort_nodes(list(step.graph.nodes), pairs)
         if found is None:
             raise cannot_follow(step)
@@ -86,8 +85,7 @@ class FollowOrder:
 
     def apply(self, step: StepGraph, plan: FollowPlan) -> None:
         """Moves the nodes."""
-        for node in plan.order:
-            step.output.prepend(node)
+        move(step.graph, [(plan.order, step.output)])
 
     def _wanted(self, step: StepGraph) -> list[fx.Node]:
         """The starts of the collectives, in the order to follow."""
@@ -111,18 +109,6 @@ def _keys(lines: Sequence[str]) -> Iterator[list[tuple[str, str, int]]]:
             seen[operator, name] += 1  # one by one: a message may have two parameters of one name
             keys.append((operator, name, seen[operator, name]))
         yield keys
-
-
-def _in_place(step: StepGraph) -> list[fx.Node]:
-    """The program's nodes that write, read what is written, may draw random numbers or send: they keep their order."""
-    tied = tied_to_writes(step.graph)
-    return [
-        node
-        for node in step.graph.nodes
-        if node.op == "call_function"
-        and role_of(node) is None
-        and (node in tied or node.is_impure() or is_own(node) or not is_known_to_repeat(node.target))
-    ]
 
 
 def cannot_follow(step: StepGraph) -> CannotFollowError:

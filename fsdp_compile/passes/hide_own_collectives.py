@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Mapping
 
 from torch import fx
 
@@ -23,9 +22,9 @@ from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.cost.hardware import hardware as named_hardware
 from fsdp_compile.cost.own_collectives import is_own, own_communication, own_start_of
 from fsdp_compile.ir.calls import starts_of
-from fsdp_compile.ir.graph import Phase, Stage, StepGraph, role_of
-from fsdp_compile.ir.queries import is_known_to_repeat
-from fsdp_compile.ir.writes import is_write
+from fsdp_compile.ir.edit import move
+from fsdp_compile.ir.graph import Phase, Stage, StepGraph
+from fsdp_compile.ir.writes import has_effect, kept_order
 from fsdp_compile.passes.sort_nodes import neighbours, sort_nodes
 
 MARGIN = 2.0
@@ -61,15 +60,14 @@ class HideOwnCollectives:
         for node in before:
             found.add(node)
         found.flush()
-        kept = sort_nodes([*step.graph.find_nodes(op="placeholder"), *found.nodes], _kept(step, found.nodes))
+        kept = sort_nodes([*step.graph.find_nodes(op="placeholder"), *found.nodes], _kept(step))
         assert kept is not None  # the graph has such an order
         after = [node for node in kept if node.op != "placeholder"]
         return HidePlan(() if after == before else tuple(after))
 
     def apply(self, step: StepGraph, plan: HidePlan) -> None:
         """Moves the nodes."""
-        for node in plan.order:
-            step.output.prepend(node)
+        move(step.graph, [(plan.order, step.output)])
 
 
 class _Order:
@@ -92,7 +90,7 @@ class _Order:
         """Takes the next node of the old order."""
         waits = own_start_of(node) is not None
         reads = any(source in self._waiting for source in node.all_input_nodes)
-        if _keeps_its_place(node) or (reads and node in self._needed and not waits):
+        if (has_effect(node) and not is_own(node)) or (reads and node in self._needed and not waits):
             self.flush()
             self.nodes.append(node)
         elif waits or reads:
@@ -118,7 +116,7 @@ class _Order:
             self.nodes.append(first)
 
 
-def _kept(step: StepGraph, nodes: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
+def _kept(step: StepGraph) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Pairs of nodes of which the first has to stay in front of the other.
 
     Collectives of this package start in the order of what they wait for, and their order is decided already.
@@ -126,7 +124,7 @@ def _kept(step: StepGraph, nodes: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, 
     order = step.order()
     pairs = neighbours(list(starts_of(step)), order)
     yield from ((first, later) for first, later in pairs if order[first] < order[later])
-    yield from pairwise(node for node in nodes if is_own(node) or _keeps_its_place(node))
+    yield from kept_order(step.graph)
 
 
 def _needed_by(starts: list[fx.Node]) -> frozenset[fx.Node]:
@@ -139,10 +137,3 @@ def _needed_by(starts: list[fx.Node]) -> frozenset[fx.Node]:
                 found.add(source)
                 todo.append(source)
     return frozenset(found)
-
-
-def _keeps_its_place(node: fx.Node) -> bool:
-    """Whether a node of the program writes, or may draw random numbers."""
-    if node.op != "call_function" or role_of(node) is not None or own_start_of(node) is not None:
-        return False
-    return is_write(node) or not is_known_to_repeat(node.target)

@@ -105,7 +105,7 @@ class InsertCollectives:
 
     def apply(self, step: StepGraph, plan: InsertPlan) -> None:
         """Writes the collectives and erases the markers."""
-        sink(parameter_only(step.graph))
+        sink(step.graph, parameter_only(step.graph))
         order = step.order()  # of the existing nodes, which inserting others does not change
         for read in plan.reads:
             _insert_gather(step, read, order)

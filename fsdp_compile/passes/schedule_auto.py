@@ -10,6 +10,7 @@ memory. See `planner/list_schedule.py` for the algorithm.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 from torch import fx
 
@@ -17,10 +18,10 @@ from fsdp_compile.cost.fusion import Fusion
 from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.cost.hardware import hardware as named_hardware
 from fsdp_compile.errors import BudgetTooSmallError
-from fsdp_compile.ir.edit import move_before
-from fsdp_compile.ir.graph import ON_DEVICE, SENT, Role, Stage, StepGraph, require
+from fsdp_compile.ir.edit import move
+from fsdp_compile.ir.graph import SENT, Role, Stage, StepGraph, require
 from fsdp_compile.ir.queries import upstream
-from fsdp_compile.passes.schedule_prefetch import CopyMove, copies_to, lone_copies, start_copy_at
+from fsdp_compile.passes.schedule_prefetch import CopyMove, Move, copies_to, lone_copies, with_what_is_sent
 from fsdp_compile.passes.schedule_reduce import Followers, chains_of, copies_apart, followers_of, lone_waits
 from fsdp_compile.planner.from_graph import Posed, count_everything, pose
 from fsdp_compile.planner.list_schedule import BudgetError, Placement, place
@@ -34,11 +35,8 @@ Estimates of time err: the ratio of compute to communication that a job meets is
 
 
 @dataclasses.dataclass(frozen=True)
-class Hoist:
+class Hoist(Move):
     """Start `gather` right before `anchor`."""
-
-    gather: fx.Node
-    anchor: fx.Node
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,16 +117,10 @@ class ScheduleAuto:
             moved.update(upstream(gather, *SENT))
         return pose(step, chains, frozenset(moved), self.hardware, self.fusion)
 
-    def apply(self, step: StepGraph, plan: SchedulePlan) -> None:  # noqa: ARG002
+    def apply(self, step: StepGraph, plan: SchedulePlan) -> None:
         """Moves the nodes."""
-        for one in plan.awaits:
-            move_before(one.followers, one.anchor)
-        for hoist in plan.hoists:
-            match hoist:
-                case CopyMove():
-                    start_copy_at(hoist.copy, hoist.anchor)
-                case Hoist():
-                    move_before([*upstream(hoist.gather, *ON_DEVICE), hoist.gather], hoist.anchor)
+        waits = ((one.followers, one.anchor) for one in plan.awaits)
+        move(step.graph, itertools.chain(waits, with_what_is_sent(plan.hoists)))
 
 
 def _too_small(step: StepGraph, posed: Posed, error: BudgetError, budget: int) -> BudgetTooSmallError:

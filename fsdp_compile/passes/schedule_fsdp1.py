@@ -23,6 +23,7 @@ from torch import fx
 
 from fsdp_compile.config.prefetch import Ahead
 from fsdp_compile.cost.timeline import waits_of
+from fsdp_compile.ir.edit import move
 from fsdp_compile.ir.graph import SENT, Phase, Role, Stage, StepGraph, require
 from fsdp_compile.ir.queries import aliases, first_of, last_of, upstream
 from fsdp_compile.passes.schedule_prefetch import (
@@ -32,8 +33,8 @@ from fsdp_compile.passes.schedule_prefetch import (
     copies_to,
     first_wait,
     lone_copies,
-    move_starts,
     top_of,
+    with_what_is_sent,
 )
 from fsdp_compile.passes.schedule_reduce import chains_of, first_message_node, followers_of
 
@@ -63,9 +64,9 @@ class ScheduleFSDP1:
             moves += [Move(gather, anchor)] if anchor is not None else []
         return PrefetchPlan((*moves, *lone_copies(step)))
 
-    def apply(self, step: StepGraph, plan: PrefetchPlan) -> None:  # noqa: ARG002
+    def apply(self, step: StepGraph, plan: PrefetchPlan) -> None:
         """Moves the copies, each with its slice, and the gathers, each with the casts that it sends."""
-        move_starts(plan)
+        move(step.graph, with_what_is_sent(plan.moves))
 
 
 def _anchors(

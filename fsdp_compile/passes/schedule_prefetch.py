@@ -15,11 +15,12 @@ Where nothing is gathered (one rank, or replicas alone), units are copied one un
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Iterator
 
 from torch import fx
 
-from fsdp_compile.ir.edit import move_before
-from fsdp_compile.ir.graph import ON_DEVICE, SENT, Role, Stage, StepGraph, require, role_of
+from fsdp_compile.ir.edit import move, with_needs
+from fsdp_compile.ir.graph import SENT, Role, Stage, StepGraph, require, role_of
 from fsdp_compile.ir.queries import first_of, upstream
 
 
@@ -71,9 +72,9 @@ class SchedulePrefetch:
             moves.append(Move(gather, anchor))
         return PrefetchPlan((*moves, *lone_copies(step)))
 
-    def apply(self, step: StepGraph, plan: PrefetchPlan) -> None:  # noqa: ARG002
+    def apply(self, step: StepGraph, plan: PrefetchPlan) -> None:
         """Moves the copies, each with its slice, and the gathers, each with the casts that it sends."""
-        move_starts(plan)
+        move(step.graph, with_what_is_sent(plan.moves))
 
 
 def top_of(step: StepGraph) -> fx.Node:
@@ -81,24 +82,16 @@ def top_of(step: StepGraph) -> fx.Node:
     return next(n for n in step.graph.nodes if n.op != "placeholder" and role_of(n) not in (*SENT, Role.GATHER))
 
 
-def move_starts(plan: PrefetchPlan) -> None:
-    """Does what a plan says."""
-    for move in plan.moves:
-        match move:
-            case CopyMove():
-                start_copy_at(move.copy, move.anchor)
-            case Move():
-                move_before([*upstream(move.gather, *ON_DEVICE), move.gather], move.anchor)
+def with_what_is_sent(moves: Iterable[Move | CopyMove]) -> Iterator[tuple[list[fx.Node], fx.Node]]:
+    """What moves in each, and where to."""
+    for one in moves:
+        start = one.copy if isinstance(one, CopyMove) else one.gather
+        yield with_needs(start, one.anchor), one.anchor
 
 
 def copies_to(gather: fx.Node) -> list[fx.Node]:
     """Starts of the copies from the host that a gather sends."""
     return [node for node in upstream(gather, *SENT) if role_of(node) is Role.OFFLOAD_IN]
-
-
-def start_copy_at(copy: fx.Node, anchor: fx.Node) -> None:
-    """Moves the start of a copy from the host, with the slice that it copies, before `anchor`."""
-    move_before([*upstream(copy, Role.SHARD), copy], anchor)
 
 
 def lone_copies(step: StepGraph) -> list[CopyMove]:

@@ -21,16 +21,12 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from fsdp_compile.ir.edit import move_before
-from fsdp_compile.ir.graph import GRADIENTS, Role, Stage, StepGraph, role_of
+from fsdp_compile.ir.edit import move
+from fsdp_compile.ir.graph import Role, Stage, StepGraph, role_of
 from fsdp_compile.ir.queries import last_of, upstream
 from fsdp_compile.passes.emit.reduce import STARTS
 
 _ITEMS = (Role.REDUCE_ITEM, Role.REPLICATE_ITEM)
-_WAITS = (Role.REDUCE_WAIT, Role.REPLICATE_WAIT)
-_COPIES = (Role.OFFLOAD_OUT, Role.OFFLOAD_OUT_WAIT)
-_MOVED = (*STARTS, *_ITEMS, *_WAITS, Role.ADD_PARTIAL, Role.SHARD_GRADIENT, *_COPIES, *GRADIENTS, Role.UPDATE)
-
 
 Followers = dict[fx.Node, list[fx.Node]]
 """For each collective of a reduction, what can be done once it has completed."""
@@ -69,10 +65,9 @@ class ScheduleReduce:
         deferrals = itertools.chain(*(_deferrals(stage, followers, step.output) for stage in stages))
         return ReducePlan((*deferrals, *lone_waits(step, followers)))
 
-    def apply(self, step: StepGraph, plan: ReducePlan) -> None:  # noqa: ARG002
-        """Moves the followers."""
-        for deferral in plan.deferrals:
-            move_before(deferral.followers, deferral.anchor)
+    def apply(self, step: StepGraph, plan: ReducePlan) -> None:
+        """Moves the followers; one that something else is needed for, which comes later, stays behind that."""
+        move(step.graph, ((one.followers, one.anchor) for one in plan.deferrals))
 
 
 def _deferrals(starts: Sequence[fx.Node], followers: Followers, end: fx.Node) -> list[Deferral]:
@@ -108,14 +103,14 @@ def followers_of(step: StepGraph) -> Followers:
     order = step.order()
     behind: dict[fx.Node, fx.Node] = {}
     followers: Followers = {}
-    for node in step.nodes(*_MOVED):
+    for node in step.graph.nodes:
         before = [s if s in followers else behind[s] for s in node.all_input_nodes if s in followers or s in behind]
         if role_of(node) in _ITEMS:  # it stays with its own collective
             (start,) = before
             behind[node] = start
             if start in behind:
                 followers[behind[start]].append(node)
-        elif before:
+        elif before and node.op != "output":
             behind[node] = last_of(before, order)
             followers[behind[node]].append(node)
         if role_of(node) in STARTS:

@@ -3,7 +3,8 @@
     %grad = cat(%reduced, ...); ...; return (%grad, ...) -> %grad = cat(%reduced, ...); update(%flat, %grad)
 
 Only flat parameters whose optimizer asked for it (`step_in_backward`), and only on their device: gradients that go to
-the host leave the graph as always. Nothing that reads a flat parameter comes after its update (`order_updates.py`).
+the host leave the graph as always. Nothing that reads a flat parameter comes after its update, wherever schedules move
+it (`ir/edit.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import dataclasses
 from torch import fx
 
 from fsdp_compile._torch.dynamo import index_among_inputs, index_of_source
-from fsdp_compile.ir.edit import GraphBuilder, move_after
+from fsdp_compile.ir.edit import GraphBuilder, move
 from fsdp_compile.ir.graph import MADE, Role, Stage, StepGraph, require, role_of
 from fsdp_compile.ir.queries import InputsByFlat, flat_of, last_of, readers, upstream
 from fsdp_compile.layout.spec import Update
@@ -63,7 +64,7 @@ class UpdateInBackward:
             if flat is None or record.specs[0].update is not Update.IN_BACKWARD or record.specs[0].compute:
                 continue
             pieces = _own_pieces(gradient)
-            before = {*readers(flat), *(source for node in pieces for source in node.all_input_nodes)} - set(pieces)
+            before = {*readers([flat]), *(source for node in pieces for source in node.all_input_nodes)} - set(pieces)
             claims = zip(record.claims, record.specs, strict=True)
             offsets = tuple(sorted(spec.offset for claim, spec in claims if claim in made))
             found.append(FlatUpdate(flat, gradient, tuple(pieces), last_of(before, order), offsets))
@@ -71,8 +72,8 @@ class UpdateInBackward:
 
     def apply(self, step: StepGraph, plan: UpdatePlan) -> None:
         """Writes the updates and takes their gradients out of what the graph returns."""
+        move(step.graph, ((one.pieces, one.anchor.next) for one in plan.updates))
         for one in plan.updates:
-            move_after(one.pieces, one.anchor)
             record = dataclasses.replace(require(one.gradient), role=Role.UPDATE)
             _return_nothing(step, one.gradient)
             with step.graph.inserting_after(one.gradient):

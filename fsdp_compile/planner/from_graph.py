@@ -165,7 +165,8 @@ def _gather(start: fx.Node, positions: Mapping[fx.Node, int], end: int, hardware
     used = [node for node in (*users, *held) if node.op != "output"]
     return Gather(
         need=min(positions[node] for node in received),
-        free=end if leaves and not kept else 1 + max(positions[node] for node in used),
+        # A reduction that sends a gathered parameter as it is may read it behind the last step.
+        free=end if leaves and not kept else min(end, 1 + max(positions[node] for node in used)),
         size_bytes=result_bytes(start),
         time_us=communication(start, hardware).time_us,
         sent_bytes=sum(result_bytes(node) for node in sent if not shares_memory(node)),

@@ -47,7 +47,7 @@ def outline(step: StepGraph, hardware: Hardware, fusion: Fusion, *, everything: 
     step = step.copy()
     values = parameter_only(step.graph)
     # The passes compute these right before their first use, too.
-    sink(values)
+    sink(step.graph, values)
     kernels = plan_kernels(step.graph, fusion)
     busy_us = times_us(step.graph, hardware, kernels)
     positions: dict[fx.Node, int] = {}

@@ -18,6 +18,7 @@ def check(
     after: str = "the last pass",
     stage: Stage = Stage.FINAL,
     limits: Limits = Limits(),  # noqa: B008  frozen
+    rules: Sequence[Rule] = RULES,
 ) -> None:
     """Refuses a graph that breaks a rule.
 
@@ -26,11 +27,12 @@ def check(
         after: Name of the pass that ran last, for the error.
         stage: How far the graph has come: some rules apply only at the end.
         limits: Numbers that the graph must keep to.
+        rules: Those that it must not break.
 
     Raises:
         InvariantError: With rule, node, neighbourhood, source line and hint of the first complaints.
     """
-    found = complaints(step, stage=stage, limits=limits)
+    found = complaints(step, stage=stage, limits=limits, rules=rules)
     if found:
         raise InvariantError(summary(step, found, after), where=where(step, found), instead=hint(found))
 

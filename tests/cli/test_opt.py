@@ -104,6 +104,46 @@ def test_refuses_text_that_is_no_graph(tmp_path: Path, capsys: pytest.CaptureFix
     assert "line 6, column 27: declared f32[4, 99], but aten.mm gives f32[3, 8]" in capsys.readouterr().err
 
 
+UNWAITED = GRAPH.replace(
+    "%read = fsdp_compile.unshard(%w, slot=.weight) : f32[8, 8]",
+    "%ag = all_gather(%w, 2, 'fsdp.shard.0', role=gather, unit=layer, of=[.weight]) : f32[64]\n"
+    "%read = aten.view(%ag, [8, 8]) : f32[8, 8]",
+)
+UNREAD = UNWAITED.replace(
+    "%read = aten.view(%ag, [8, 8])",
+    "%wait = wait(%ag, role=gather_wait, unit=layer, of=[.weight]) : f32[64]\n%read = aten.view(%wait, [8, 8])",
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "passes", "message", "line"),
+    [
+        (UNWAITED, "bucket", "wrong after the text was read\n  gather-waited: %read uses %ag", 6),
+        (UNWAITED, "schedule-auto", "gather-waited: %ag nobody waits for this all-gather", 5),
+        (UNWAITED, "insert-collectives,bucket", "wrong after insert-collectives\n  gather-waited", 5),
+        (UNREAD, "bucket", "%wait leads to no full parameter", 6),
+    ],
+)
+def test_a_graph_that_a_pass_cannot_take_is_refused_with_its_line(
+    text: str, passes: str, message: str, line: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "graph.txt"
+    path.write_text(text)
+    assert main(["opt", "--passes", passes, str(path)]) == 1
+    said = capsys.readouterr().err
+    assert message in said
+    assert f'File "graph text", line {line}, in forward: {text.splitlines()[line - 1]}' in said
+
+
+def test_an_error_of_a_pass_on_a_right_graph_is_left_as_it_is(graph: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise KeyError("inside")
+
+    monkeypatch.setattr(SchedulePrefetch, "plan", fail)
+    with pytest.raises(KeyError, match="inside"):
+        main(["opt", "--passes", "insert-collectives,schedule-prefetch", graph])
+
+
 def test_passes_take_options() -> None:
     assert read_passes("schedule-prefetch(distance=2)") == [SchedulePrefetch(distance=2)]
     assert [one.name for one in read_passes("bucket, schedule-reduce")] == ["bucket", "schedule-reduce"]

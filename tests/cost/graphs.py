@@ -20,10 +20,10 @@ class Sketch:
         self.mode = FakeTensorMode()
         self.phase = phase
 
-    def input(self, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> fx.Node:
+    def input(self, name: str, *shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> fx.Node:
         node = self.graph.placeholder(name)
         with self.mode:
-            node.meta["val"] = torch.empty(shape, dtype=dtype)
+            node.meta["val"] = torch.empty(shape, dtype=dtype, device=device)
         return node
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:

@@ -36,7 +36,7 @@ def _sent(*, grouped: bool) -> tuple[StepGraph, fx.Node, fx.Node]:
 @pytest.mark.parametrize("grouped", [False, True])
 def test_the_wait_is_a_reader(*, grouped: bool) -> None:
     _, message, wait = _sent(grouped=grouped)
-    assert wait in readers(message)
+    assert wait in readers([message])
 
 
 @pytest.mark.parametrize("grouped", [False, True])

@@ -16,6 +16,8 @@ from fsdp_compile.ir.text.parser import parse_graph
 from fsdp_compile.ir.text.printer import format_graph
 from fsdp_compile.layout.flat_layout import ReduceLayout
 from fsdp_compile.layout.spec import Update
+from fsdp_compile.options import FSDPOptions
+from fsdp_compile.pipeline import passes
 from fsdp_compile.verify.check import complaints
 from fsdp_compile.verify.limits import Limits
 from fsdp_compile.verify.report import Complaint
@@ -133,6 +135,13 @@ def test_views_of_a_split_weight_are_read_before_it_is_resharded(units: tuple[st
     for step in capture(make, inputs(), World(2, units=units)):
         assert list(step.nodes(Role.RESHARD))
         assert complaints(step) == []
+
+
+def test_a_parameter_that_is_sent_as_a_gradient_behind_the_last_step_is_planned() -> None:
+    step = graph(Phase.BACKWARD, model="weight-as-gradient", stage=Stage.INSERTED)
+    for graph_pass in passes(FSDPOptions())[1:]:
+        graph_pass.apply(step, graph_pass.plan(step))
+    assert complaints(step) == []
 
 
 def test_a_unit_with_an_unused_parameter_among_other_units_gives_no_complaint() -> None:

@@ -141,6 +141,7 @@ class _Reader:
             raise line.error(f"%{name} is made twice")
         line.expect("=")
         node = self._read_node(line, name, slots)
+        node.meta["stack_trace"] = f'File "graph text", line {line.number}, in {self.phase.value}\n{line.text}'
         # fx renames nodes whose names are Python keywords or builtins.
         if node.name != name:
             raise line.error(f"%{name} cannot be the name of a node", instead=f"%{node.name}")

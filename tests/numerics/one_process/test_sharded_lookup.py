@@ -13,10 +13,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import fsdp_compile
 from fsdp_compile.cost.communicate import Kind
-from fsdp_compile.errors import ConfigError
+from fsdp_compile.cost.hardware import hardware
+from fsdp_compile.errors import BudgetTooSmallError, ConfigError
 from fsdp_compile.explain.plan import Plan
 from tests import long
 from tests.ranks import run_ranks
@@ -32,7 +34,7 @@ class Words(nn.Module):
         super().__init__()
         self.twice = twice
         self.table = nn.Embedding(rows, WIDTH, **settings)
-        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.layer: nn.Module = nn.Linear(WIDTH, WIDTH)
         self.head = nn.Linear(WIDTH, rows)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -82,6 +84,17 @@ def _one_unit(model: Words) -> None:
     fsdp_compile.fully_shard(model)
 
 
+def _by_hand(model: Words) -> None:
+    """FSDP2's usual layout: table and head are the root's, and the head's gradient is reduced long before the rows."""
+    fsdp_compile.fully_shard(model.layer)
+    fsdp_compile.fully_shard(model)
+
+
+def _by_hand_in_backward(model: Words) -> None:
+    _by_hand(model)
+    fsdp_compile.step_in_backward(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
 def _replicated(model: Words) -> None:
     fsdp_compile.fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
 
@@ -110,6 +123,10 @@ CASES = {
     "frozen": Case(prepare=_frozen),
     "markers": Case(options={"stop_after": "capture"}),
     "fsdp2-layout": Case(prepare=_one_unit, options={"reduce_layout": "fsdp2"}),
+    "by-hand": Case(prepare=_by_hand, options={"prefetch": 1}),
+    "by-hand-fsdp1": Case(prepare=_by_hand, options={"prefetch": "BACKWARD_POST"}),
+    "by-hand-compiled": Case(prepare=_by_hand, lower="inductor", options={"prefetch": 2}),
+    "by-hand-in-backward": Case(prepare=_by_hand_in_backward, options={"prefetch": 1}),
     "accumulated": Case(prepare=_kept, passes=2),
 }
 
@@ -139,7 +156,7 @@ def _trained(case: Case, embedding: str) -> list[torch.Tensor]:
                 loss.backward()
             found.append(loss.detach())
         found += [_local(p.grad) for p in model.parameters() if p.grad is not None]
-        if case.prepare is not _in_backward:
+        if case.prepare not in (_in_backward, _by_hand_in_backward):
             optimizer.step()
             optimizer.zero_grad()
         found += [_local(p) for p in model.parameters()]
@@ -154,9 +171,28 @@ def _is_the_same(name: str) -> bool:
 
 
 @pytest.mark.core
-@long.parametrize("name", CASES, always=["padding"])
+@long.parametrize("name", CASES, always=["padding", "by-hand"])
 def test_two_ranks_train_to_the_bits_of_gathered_tables(name: str) -> None:
     assert run_ranks(_is_the_same, name) == [True, True]
+
+
+def _budgets() -> list[bool]:
+    """Whether the least budget that an error names, and a larger one, change no bit."""
+    too_small = Case(prepare=_by_hand, options={"memory_budget_gb": 1e-9})
+    with pytest.raises(Exception, match="do not hold") as caught:
+        _trained(too_small, "sharded")
+    error: BaseException | None = caught.value
+    while not isinstance(error, BudgetTooSmallError):
+        assert error is not None
+        error = error.__cause__ or error.__context__
+    wanted = _trained(Case(prepare=_by_hand), "gathered")
+    budgets = [error.least_bytes * times / 1e9 for times in (1.001, 1.3)]
+    cases = [Case(prepare=_by_hand, options={"memory_budget_gb": budget}) for budget in budgets]
+    return [all(map(torch.equal, wanted, _trained(case, "sharded"))) for case in cases]
+
+
+def test_budgets_change_no_bit_where_the_root_has_the_table() -> None:
+    assert run_ranks(_budgets) == [[True, True]] * 2
 
 
 def _largest_difference(case: Case) -> float:
@@ -219,6 +255,29 @@ def test_a_plan_shows_what_travels_in_place_of_the_table() -> None:
     assert sum(gathered.volume.sent_bytes.values()) - sum(sharded.volume.sent_bytes.values()) == spared * 3 / 4
     assert not [one for one in sharded.skipped if "table.weight" in str(one) and "not gathered in forward" in str(one)]
     assert "exchange" in str(sharded)
+
+
+class Block(nn.Sequential):
+    """A unit of `Deep`."""
+
+
+class Deep(Words):
+    """A stack whose reductions are hidden, and waited for before the rows of the table are averaged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(32000, 2048), nn.Linear(2048, 32000, bias=False)
+        self.layer = nn.Sequential(*(Block(nn.Linear(2048, 8192), nn.Linear(8192, 2048)) for _ in range(6)))
+
+
+@pytest.mark.parametrize("options", [{}, {"memory_budget_gb": 16.0}, {"prefetch": 1}], ids=str)
+def test_blocks_by_hand_below_a_root_with_the_table_are_planned(options: dict[str, Any]) -> None:
+    with torch.device("meta"):
+        model, ids = Deep(), torch.zeros(4, 2048, dtype=torch.int64)
+    blocks = ModuleWrapPolicy({Block})
+    chosen: Any = {"embedding": "sharded", "auto_wrap_policy": blocks, **options}
+    plan = fsdp_compile.explain(model, ids, world_size=8, hardware=hardware("h100-sxm", "ib-400"), options=chosen)
+    assert [c.kind for g in plan.graphs for c in g.collectives if "table.weight" in c.parameters] == [Kind.EXCHANGE] * 2
 
 
 def test_a_plan_of_another_world_and_formulas_have_the_exchange() -> None:
