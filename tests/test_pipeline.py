@@ -13,7 +13,7 @@ from fsdp_compile import pipeline
 from fsdp_compile.errors import InvariantError
 from fsdp_compile.ir.graph import Phase, Role, Stage, StepGraph
 from fsdp_compile.options import FSDPOptions
-from tests.verify import breaks
+from tests.verify import breaks, memory_breaks
 from tests.verify.graphs import graph
 
 Edit = Callable[[StepGraph], fx.Node]
@@ -52,9 +52,9 @@ def only_pass(monkeypatch: pytest.MonkeyPatch) -> Callable[[Edit], WrongPass]:
     [
         (breaks.wait_moved_after_its_use, Phase.FORWARD, "gather-waited"),
         (breaks.gradient_reduced_twice, Phase.BACKWARD, "reduced-once"),
-        (breaks.reshard_deleted, Phase.BACKWARD, "no-use-after-reshard"),
+        (memory_breaks.reshard_deleted, Phase.BACKWARD, "no-use-after-reshard"),
         (breaks.reductions_swapped, Phase.BACKWARD, "plan-order"),
-        (breaks.gather_started_too_early, Phase.FORWARD, "unsharded-bytes"),
+        (memory_breaks.gather_started_too_early, Phase.FORWARD, "unsharded-bytes"),
     ],
 )
 def test_a_wrong_pass_is_refused(edit: Edit, phase: Phase, rule: str, only_pass: Callable[[Edit], WrongPass]) -> None:

@@ -6,7 +6,8 @@ import dataclasses
 import re
 from pathlib import Path
 
-from tests.fuzz.catalogue import ROWS, Row
+from tests.fuzz.catalogue import ROWS
+from tests.fuzz.row import Row
 from tests.fuzz.run import Contender, run_programs
 from tests.fuzz.verdict import Outcome, Verdict
 

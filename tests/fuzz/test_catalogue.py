@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.fuzz import page
-from tests.fuzz.catalogue import ROWS, Row
+from tests.fuzz.catalogue import ROWS
 from tests.fuzz.page import read
+from tests.fuzz.row import Row
 from tests.fuzz.run import Contender, run_programs
 from tests.ranks import run_ranks  # noqa: F401  these tests need ranks
 

@@ -11,9 +11,11 @@ from tests.verify.breaks import BREAKS as OF_UNITS
 from tests.verify.breaks import Break
 from tests.verify.joined_breaks import BREAKS as OF_JOINED_UNITS
 from tests.verify.lookup_breaks import LOOKUP_BREAKS as OF_LOOKUPS
+from tests.verify.memory_breaks import BREAKS as OF_MEMORY
+from tests.verify.record_breaks import BREAKS as OF_RECORDS
 from tests.verify.update_breaks import UPDATE_BREAKS as OF_UPDATES
 
-BREAKS = (*OF_UNITS, *OF_AVERAGES, *OF_JOINED_UNITS, *OF_LOOKUPS, *OF_UPDATES)
+BREAKS = (*OF_UNITS, *OF_MEMORY, *OF_RECORDS, *OF_AVERAGES, *OF_JOINED_UNITS, *OF_LOOKUPS, *OF_UPDATES)
 
 
 @pytest.mark.parametrize("broken", BREAKS, ids=[b.name for b in BREAKS])

@@ -10,7 +10,7 @@ from fsdp_compile.ir.source_line import source_line
 from fsdp_compile.verify.check import check
 from fsdp_compile.verify.limits import Limits
 from fsdp_compile.verify.report import NEIGHBOURS, SHOWN, describe
-from tests.verify import breaks
+from tests.verify import breaks, memory_breaks, record_breaks
 from tests.verify.graphs import graph
 
 
@@ -62,8 +62,8 @@ def test_only_the_first_complaints_are_shown_and_the_rest_is_counted() -> None:
     step = graph(Phase.FORWARD)
     for node in list(step.nodes(Role.RESHARD)):
         step.graph.erase_node(node)
-    breaks.marker_left(step)
-    breaks.record_forgotten(step)
+    memory_breaks.marker_left(step)
+    record_breaks.record_forgotten(step)
 
     with pytest.raises(InvariantError) as caught:
         check(step)
