@@ -20,8 +20,9 @@ from fsdp_compile.options import FSDPOptions
 from fsdp_compile.pipeline import passes
 from tests.fake_world import fake_world
 from tests.models.kinds import Stack
-from tests.numerics.one_process.pair import batches, loss_of
+from tests.numerics.one_process.measure import batches
 from tests.ranks import run_ranks
+from tests.two_sides import loss_of
 
 
 def _train_once(folder: str) -> None:

@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile import ConfigError, fully_shard, units
 from fsdp_compile._torch import fully_shard as private
-from tests.beside import Beside, Run, close, compile_eagerly
 from tests.fake_world import fake_world
 from tests.models.kinds import WIDTH, Stack
 from tests.ranks import run_ranks
+from tests.two_sides import Run, WithOneProcess, close, compile_eagerly
 
 Call = Callable[[torch.Tensor], Any]
 
@@ -64,17 +64,19 @@ def test_values_in_the_place_of_parameters_are_not_the_first_call(form: str) -> 
 
 def _converted(first: str) -> None:
     """A container with two wrappers, of which the second is called first after a conversion."""
-    pair = Beside(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3)), Run.PLAIN)
+    layers = nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3)
+    pair = WithOneProcess(lambda: nn.Sequential(*layers), Run.PLAIN, shape=WIDTH)
     second = compile_eagerly(pair.model)
     if first == "called":
-        pair.backward(width=WIDTH)
+        pair.backward()
     else:
         fully_shard(pair.model)
     pair.change(lambda model: model.zero_grad())
     pair.change(lambda model: model.double())
-    pair.compiled = second
+    pair.dtype = torch.float64
+    pair.call = second
     for _ in range(2):
-        pair.backward(width=WIDTH, dtype=torch.float64)
+        pair.backward()
     pair.compare()
 
 

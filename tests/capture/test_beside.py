@@ -17,11 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compile import ConfigError, FSDPCompileError, fully_shard
 from tests import long
-from tests.beside import compile_eagerly
 from tests.fake_world import fake_world
 from tests.models.kinds import WIDTH, Stack
-from tests.numerics.one_process.pair import gradient_difference
+from tests.numerics.one_process.measure import gradient_difference
 from tests.ranks import run_ranks
+from tests.two_sides import Run, WithOneProcess, compile_eagerly
 
 
 class _Task(nn.Module):
@@ -121,14 +121,9 @@ def test_what_torch_replicates_is_refused(wrapped_by: str, form: str, of: Callab
 
 def _replicated_in_a_function(wrapped_by: str) -> float:
     """The largest difference of a gradient from one process."""
-    torch.manual_seed(0)
-    model = _sequential()
-    reference = copy.deepcopy(model)
-    REPLICATED_BY_TORCH[wrapped_by](model)
-    batch = torch.randn(4, WIDTH)
-    _function(model)(batch.chunk(2)[dist.get_rank()]).square().mean().backward()
-    reference(batch).square().mean().backward()
-    return gradient_difference(model, reference)
+    pair = WithOneProcess(_sequential, Run.EAGER, REPLICATED_BY_TORCH[wrapped_by], shape=WIDTH, twice=False)
+    pair.backward(_function(pair.model))
+    return gradient_difference(*pair)
 
 
 @pytest.mark.parametrize("wrapped_by", REPLICATED_BY_TORCH)

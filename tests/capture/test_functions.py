@@ -15,10 +15,10 @@ from torch._higher_order_ops.while_loop import while_loop
 from torch.nn.attention.flex_attention import flex_attention
 
 from tests import long
-from tests.beside import Beside, Run, close, compile_eagerly, loss_of
 from tests.capture.accumulation import check_accumulation
 from tests.fake_world import fake_world
 from tests.ranks import run_ranks
+from tests.two_sides import Run, WithOneProcess, close, compile_eagerly, loss_of
 
 WIDTH = 6
 
@@ -111,15 +111,9 @@ class _Regions(nn.Module):
 MODELS: list[Callable[[], nn.Module]] = [_Cond, _ReadTwice, _NestedCond, _Loop, _Scan, _Map]
 
 
-def _sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
-
-
 def _check(make: Callable[[], nn.Module], how: Run) -> None:
-    pair = Beside(make, how)
-    pair.optimize(_sgd)
-    pair.step(width=WIDTH)
-    pair.step(width=WIDTH)
+    pair = WithOneProcess(make, how, shape=WIDTH)
+    pair.train()
 
 
 @long.parametrize("how", [Run.PLAIN, Run.SHARDED], always=[Run.SHARDED], ids=lambda how: how.value)

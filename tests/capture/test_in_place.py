@@ -14,9 +14,9 @@ from torch import nn
 
 from fsdp_compile import ConfigError
 from tests import long
-from tests.beside import Beside, Run
 from tests.models.kinds import WIDTH, Stack
 from tests.ranks import run_ranks
+from tests.two_sides import Run, WithOneProcess
 
 IN_PLACE = {"backend": "fsdp", "options": {"lower": "eager"}}
 
@@ -48,17 +48,11 @@ class _TwoHeads(nn.Module):
         return self.a(x) + self.b(x)
 
 
-def _sgd(parameters: object) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)  # type: ignore[arg-type]
-
-
 def _train(make: Callable[[], nn.Module], how: Run, parts: Callable[[nn.Module], list[nn.Module]]) -> None:
-    pair = Beside(make, how)
+    pair = WithOneProcess(make, how, shape=WIDTH)
     for part in parts(pair.model):
         part.compile(**IN_PLACE)
-    pair.optimize(_sgd)
-    for _ in range(3):
-        pair.step(width=WIDTH)
+    pair.train(steps=3)
 
 
 def _all_of_it(model: nn.Module) -> list[nn.Module]:

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from tests import long
-from tests.beside import Beside, Run, close, compile_eagerly
 from tests.capture.accumulation import check_accumulation
 from tests.ranks import run_ranks
+from tests.two_sides import Run, WithOneProcess, close, compile_eagerly
 
 WIDTH = 6
 
@@ -106,16 +106,10 @@ MODELS: list[Callable[[], nn.Module]] = [
 ]
 
 
-def _sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
-
-
 def _check(make: Callable[[], nn.Module], how: Run) -> None:
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        pair = Beside(make, how)
-        pair.optimize(_sgd)
-        pair.step(width=WIDTH)
-        pair.step(width=WIDTH)
+        pair = WithOneProcess(make, how, shape=WIDTH)
+        pair.train()
 
 
 @long.parametrize("how", [Run.PLAIN, Run.SHARDED], always=[Run.SHARDED], ids=lambda how: how.value)

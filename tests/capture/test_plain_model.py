@@ -16,38 +16,20 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile import ConfigError, full_params, fully_shard, units
 from tests import long
-from tests.beside import close, compile_eagerly, loss_of
 from tests.fake_world import fake_world
 from tests.models.outlines import Small, Transformer
 from tests.ranks import run_ranks
+from tests.two_sides import Run, WithOneProcess, close, compile_eagerly
 
 
 def _train(call: Callable[[torch.Tensor], torch.Tensor], model: nn.Module, reference: nn.Module | None = None) -> None:
     """Two SGD steps of `call`, which runs `model`, against `reference` (a copy) on the whole batch."""
-    reference = copy.deepcopy(model) if reference is None else reference
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, reference)]
-    world, rank = dist.get_world_size(), dist.get_rank()
-    for step in range(2):
-        batch = torch.randn(2 * world, 6, generator=torch.Generator().manual_seed(step))
-        loss_of(call(batch.chunk(world)[rank])).backward()
-        loss_of(reference(batch)).backward()
-        for name, parameter in model.named_parameters():
-            expected = reference.get_parameter(name).grad
-            assert (parameter.grad is None) == (expected is None), name
-            if expected is not None:
-                close(_whole(parameter.grad, name, parameter), expected, name)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    for name, parameter in model.named_parameters():
-        close(_whole(parameter, name, parameter), reference.get_parameter(name), name)
+    pair = WithOneProcess(lambda: model, Run.UNSHARDED, reference=reference, optimizer=_momentum, twice=False)
+    pair.train(call)
 
 
-def _whole(tensor: torch.Tensor | None, name: str, parameter: nn.Parameter) -> torch.Tensor:
-    """All of a parameter or its gradient, which is sharded unless it is a number: FSDP2 cannot split those."""
-    assert tensor is not None
-    assert isinstance(tensor, DTensor) == bool(parameter.dim()), name
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def _momentum(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
 def _is_sharded(model: nn.Module) -> bool:

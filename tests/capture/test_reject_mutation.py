@@ -14,8 +14,8 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from fsdp_compile import UnsupportedModelError, fully_shard
-from tests.beside import compile_eagerly
 from tests.fake_world import fake_world
+from tests.two_sides import compile_eagerly
 
 
 @torch.library.custom_op("fsdp_compile_tests::halve", mutates_args=("x",))

@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile import ConfigError, fully_shard
 from tests import long
-from tests.beside import Beside, Run, close, compile_eagerly, loss_of
 from tests.fake_world import fake_world
 from tests.models.kinds import WIDTH, Stack
 from tests.ranks import run_ranks
+from tests.two_sides import Run, WithOneProcess, close, compile_eagerly, loss_of
 
 
 class Recurrent(nn.Module):
@@ -133,14 +133,12 @@ def test_models_of_one_class_past_the_recompile_limit_train_as_in_one_process(fo
 
 def _late_at_the_limit() -> None:
     """A sharded model goes on in Python, to the numbers of one process."""
-    pair = Beside(Stack, Run.PLAIN)
-    pair.optimize(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    pair = WithOneProcess(Stack, Run.PLAIN, shape=WIDTH)
     with torch._dynamo.config.patch(recompile_limit=1, automatic_dynamic_shapes=False):
-        pair.step(width=WIDTH)
-        dtype = torch.float64
-        pair.change(lambda model: model.to(dtype))
-        for _ in range(2):
-            pair.step(width=WIDTH, dtype=dtype)
+        pair.train(steps=1)
+        pair.dtype = torch.float64
+        pair.change(lambda model: model.double())
+        pair.train()
 
 
 def test_a_sharded_model_past_the_recompile_limit_trains_on() -> None:

@@ -19,9 +19,9 @@ from fsdp_compile import RankFailedError, RankMismatchError, fully_shard
 from fsdp_compile.comm import failures
 from fsdp_compile.comm.failures import continue_stopped_ranks
 from fsdp_compile.comm.groups import RankStore
-from tests.beside import compile_eagerly
 from tests.fake_world import fake_world
 from tests.ranks import run_ranks
+from tests.two_sides import compile_eagerly
 
 LOST = "[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1"
 

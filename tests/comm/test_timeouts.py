@@ -13,8 +13,8 @@ from torch.distributed.fsdp import ShardingStrategy
 from fsdp_compile import fully_shard
 from fsdp_compile._torch.distributed import resolve_group, timeout_of
 from fsdp_compile.comm import groups
-from tests.beside import compile_eagerly
 from tests.ranks import run_ranks
+from tests.two_sides import compile_eagerly
 
 TIMEOUT_S = 277.0
 

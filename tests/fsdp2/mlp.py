@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from fsdp_compile.backend import fsdp
 from fsdp_compile.fsdp2.take_over import model_of
+from tests.two_sides import WithFsdp2, made
 
 WIDTH = 16
 
@@ -32,10 +32,8 @@ class Mlp(nn.Module):
         return self.head(x)
 
 
-def sharded(mesh: tuple[int, ...] = (), **arguments: Any) -> Any:
-    """A new model, each layer and the rest a unit; with a shape of `mesh` (replicate, shard) hybrid."""
-    torch.manual_seed(0)
-    model = Mlp()
+def shard(model: Any, mesh: tuple[int, ...] = (), **arguments: Any) -> Any:
+    """Each layer and the rest a unit; with a shape of `mesh` (replicate, shard) hybrid."""
     if mesh:
         arguments["mesh"] = init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard"))
     for module in (*model.layers, model):
@@ -43,9 +41,9 @@ def sharded(mesh: tuple[int, ...] = (), **arguments: Any) -> Any:
     return model
 
 
-def compiled(model: nn.Module, *, fullgraph: bool = False) -> Any:
-    """The model, compiled."""
-    return torch.compile(model, backend=fsdp, options={"lower": "eager", "reduce_layout": "fsdp2"}, fullgraph=fullgraph)
+def sharded(**arguments: Any) -> Any:
+    """A new model."""
+    return shard(made(Mlp), **arguments)
 
 
 def batch(step: int) -> torch.Tensor:
@@ -53,34 +51,13 @@ def batch(step: int) -> torch.Tensor:
     return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
 
 
-def local(tensor: Any) -> torch.Tensor | None:
-    """This rank's part of a DTensor."""
-    return None if tensor is None else tensor.to_local().detach().clone()
-
-
-def train(
-    model: Any, call: Any, *, steps: int = 2, micro_batches: int = 1, before: Callable[[Any, int], None] | None = None
-) -> list[torch.Tensor | None]:
-    """Losses, gradients and parameters of this rank; `before` is called with the model and each microbatch's number."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    found: list[torch.Tensor | None] = []
-    for step in range(steps):
-        for number in range(micro_batches):
-            if before is not None:
-                before(model, number)
-            loss = call(batch(step * micro_batches + number)).square().sum()
-            loss.backward()
-            found.append(loss.detach())
-        found += [local(p.grad) for p in model.parameters()]
-        optimizer.step()
-        optimizer.zero_grad()
-    return [*found, *map(local, model.parameters())]
-
-
-def unequal(first: list[torch.Tensor | None], second: list[torch.Tensor | None]) -> list[int]:
-    """Places of what is not equal to the bit, both `None` being equal."""
-    both = enumerate(zip(first, second, strict=True))
-    return [i for i, (a, b) in both if (a is None) != (b is None) or (a is not None and not torch.equal(a, b))]  # type: ignore[arg-type]
+def pair_of(*, fullgraph: bool = False, ours: Callable[[Any], object] | None = None, **arguments: Any) -> WithFsdp2:
+    """Two models of the same values, one compiled and one not."""
+    pair = WithFsdp2(
+        Mlp, lambda model: shard(model, **arguments), batch, lambda call, x: call(x).square().sum(), ours=ours
+    )
+    pair.compiled(fullgraph=fullgraph, reduce_layout="fsdp2")
+    return pair
 
 
 def only_hooks(model: nn.Module) -> list[str]:

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch.tensors import local_tensor, set_local_tensor
+from tests.two_sides import whole
 
 
 class Block(nn.Module):
@@ -77,10 +78,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) ->
         model(batch(seed)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-def whole(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,28 +1,13 @@
-"""A plain model that is compiled for the backend, beside a copy of it that one process trains on the whole batch."""
+"""A plain model for the one line, beside a copy of it that one process trains on the whole batch."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-EAGER = {"lower": "eager"}
-
-
-def one_line(function: Any, **options: Any) -> Any:
-    """The backend without Inductor."""
-    return torch.compile(function, backend="fsdp", options={**EAGER, **options})
-
-
-def in_place(module: nn.Module, **options: Any) -> nn.Module:
-    """As `one_line`, by `module.compile`."""
-    module.compile(backend="fsdp", options={**EAGER, **options})
-    return module
+from tests.two_sides import Make, Run, WithOneProcess, adamw
 
 
 class Block(nn.Module):
@@ -56,60 +41,6 @@ class Model(nn.Module):
         return out
 
 
-Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-
-
-def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer of most tests."""
-    return torch.optim.AdamW(parameters, lr=1e-2)
-
-
-class Pair:
-    """A plain model and its reference, with an optimizer each, made before anything is sharded.
-
-    Attributes:
-        call: What is called for the model.
-    """
-
-    def __init__(self, make: Callable[[], nn.Module] = Model, optimizer: Make = adamw) -> None:
-        torch.manual_seed(0)
-        self.model = make()
-        self.reference = copy.deepcopy(self.model)
-        self.held = list(self.model.parameters())
-        self.optimizers = [optimizer(list(m.parameters())) for m in (self.model, self.reference)]
-        self.call: Callable[..., Any] = self.model
-        self.batches = 0
-
-    def backward(self) -> None:
-        """Forward and backward of both on the next batch; gradients of the reference are those of the mean loss."""
-        self.batches += 1
-        world = dist.get_world_size() if dist.is_initialized() else 1
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        batch = torch.randn(2 * world, 6, generator=torch.Generator().manual_seed(self.batches))
-        self.call(batch.chunk(world)[rank]).square().mean().backward()
-        self.reference(batch).square().mean().backward()
-
-    def update(self) -> None:
-        """Steps and clears both optimizers."""
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-
-    def steps(self, count: int = 1) -> None:
-        """Training steps of both, which must agree after each."""
-        for _ in range(count):
-            self.backward()
-            self.update()
-            self.compare()
-
-    def compare(self) -> None:
-        """Asserts that both have the same parameters and gradients, and that the model is sharded."""
-        theirs = dict(self.reference.named_parameters())
-        assert list(dict(self.model.named_parameters())) == list(theirs)
-        for name, mine in self.model.named_parameters():
-            assert isinstance(mine, DTensor), name
-            torch.testing.assert_close(mine.full_tensor(), theirs[name].data, rtol=1e-5, atol=1e-5, msg=name)
-            expected = theirs[name].grad
-            assert (mine.grad is None) == (expected is None), name
-            if isinstance(mine.grad, DTensor):
-                torch.testing.assert_close(mine.grad.full_tensor(), expected, rtol=1e-5, atol=1e-5, msg=name)
+def pair_of(make: Callable[[], nn.Module] = Model, optimizer: Make = adamw) -> WithOneProcess:
+    """Optimizers are made before anything is sharded; what a test compiles, it assigns to `call`."""
+    return WithOneProcess(make, Run.UNSHARDED, optimizer=optimizer, twice=False)

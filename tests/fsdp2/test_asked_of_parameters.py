@@ -9,9 +9,9 @@ from torch import nn
 
 from fsdp_compile import fully_shard
 from tests import long
-from tests.beside import Beside, Run, compile_eagerly
 from tests.fake_world import fake_world
 from tests.ranks import run_ranks
+from tests.two_sides import Run, WithOneProcess, compile_eagerly
 
 WIDTH = 6
 
@@ -82,10 +82,8 @@ QUESTIONS: dict[str, Callable[[_Asks], int]] = {
 
 def _check_answers(names: list[str], how: Run) -> None:
     for name in names:
-        pair = Beside(lambda name=name: _Asks(name), how)  # type: ignore[misc]
-        pair.optimize(lambda p: torch.optim.SGD(p, lr=0.05))
-        for _ in range(2):
-            pair.step(width=WIDTH)
+        pair = WithOneProcess(lambda name=name: _Asks(name), how, shape=WIDTH)  # type: ignore[misc]
+        pair.train(steps=2)
 
 
 @long.parametrize("how", [Run.PLAIN, Run.SHARDED], always=[Run.PLAIN])
@@ -95,11 +93,10 @@ def test_questions_are_answered_as_in_one_process(name: str, how: Run) -> None:
 
 
 def _check_frozen_between() -> None:
-    pair = Beside(lambda: _Asks("how many"), Run.PLAIN)
-    pair.optimize(lambda p: torch.optim.SGD(p, lr=0.05))
+    pair = WithOneProcess(lambda: _Asks("how many"), Run.PLAIN, shape=WIDTH)
     for trainable in (True, False, True):
         pair.change(lambda model, trainable=trainable: model.a.requires_grad_(requires_grad=trainable))  # type: ignore[misc]
-        pair.step(width=WIDTH)
+        pair.train(steps=1)
 
 
 def test_parameters_are_frozen_and_thawed_that_a_forward_iterates_over() -> None:

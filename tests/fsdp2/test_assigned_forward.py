@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 
 from tests import long
-from tests.beside import Beside, Run
 from tests.ranks import run_ranks
+from tests.two_sides import Run, WithOneProcess
 
 
 class _Headed(nn.Module):
@@ -38,15 +38,13 @@ def _assign(model: nn.Module) -> None:
 
 
 def _check(how: Run) -> None:
-    at_once, later = Beside(_Headed, how), Beside(_Headed, how)
+    at_once, later = WithOneProcess(_Headed, how), WithOneProcess(_Headed, how)
     at_once.change(_assign)
     for each in (at_once, later):
-        each.optimize(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
-        each.step()
+        each.train(steps=1)
     later.change(_assign)
     for each in (at_once, later):
-        each.step()
-        each.step()
+        each.train()
 
 
 @long.parametrize("how", [Run.PLAIN, Run.SHARDED], always=[Run.SHARDED])

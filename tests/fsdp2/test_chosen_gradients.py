@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tests import long
-from tests.beside import Beside, Run, close, loss_of
 from tests.models.outlines import Small
 from tests.ranks import run_ranks
+from tests.two_sides import Run, WithOneProcess, close, loss_of
 
 HOW: Final = long.parametrize("how", [Run.PLAIN, Run.SHARDED], always=[Run.SHARDED], ids=lambda how: how.value)
 Gradients = tuple[torch.Tensor | None, ...]
@@ -31,15 +31,15 @@ def _chosen(model: nn.Module) -> list[nn.Parameter]:
     return [p for name, p in model.named_parameters() if name.startswith("up.")]
 
 
-def _losses(pair: Beside) -> tuple[torch.Tensor, torch.Tensor]:
+def _losses(pair: WithOneProcess) -> tuple[torch.Tensor, torch.Tensor]:
     """Of this rank's share, and of the whole batch in one process."""
     batch = torch.randn(2 * dist.get_world_size(), 6, generator=torch.Generator().manual_seed(1))
     mine = batch.chunk(dist.get_world_size())[dist.get_rank()]
-    return loss_of(pair.compiled(mine)), loss_of(pair.reference(batch))
+    return loss_of(pair.call(mine)), loss_of(pair.reference(batch))
 
 
 def _accumulated(how: Run) -> None:
-    pair = Beside(_Branches, how)
+    pair = WithOneProcess(_Branches, how)
     pair.backward()
     for _ in range(2):
         loss, expected = _losses(pair)
@@ -56,8 +56,8 @@ def test_a_backward_accumulates_what_it_is_asked_for(how: Run) -> None:
 
 
 def _returned(how: Run) -> None:
-    pair = Beside(_Branches, how)
-    pair.compiled(torch.ones(2, 6))
+    pair = WithOneProcess(_Branches, how)
+    pair.call(torch.ones(2, 6))
     loss, expected = _losses(pair)
     mine: Gradients = torch.autograd.grad(loss, _chosen(pair.model), retain_graph=True)
     theirs: Gradients = torch.autograd.grad(expected, _chosen(pair.reference), retain_graph=True)
@@ -79,10 +79,10 @@ def test_gradients_are_returned_and_not_accumulated(how: Run) -> None:
 
 
 def _with_inputs_of_the_model(how: Run) -> None:
-    pair = Beside(Small, how)
-    pair.compiled(torch.ones(2, 6))
+    pair = WithOneProcess(Small, how)
+    pair.call(torch.ones(2, 6))
     found = []
-    for model, call in ((pair.model, pair.compiled), (pair.reference, pair.reference)):
+    for model, call in pair.called():
         x = torch.linspace(-1, 1, 12).reshape(2, 6).requires_grad_()
         loss_of(call(x)).backward(inputs=[_chosen(model)[0], x])
         found.append(x.grad)
@@ -103,11 +103,11 @@ def _penalty(model: nn.Module) -> torch.Tensor:
 
 
 def _beside_a_penalty(how: Run) -> None:
-    pair = Beside(_Branches, how)
-    pair.compiled(torch.ones(2, 6))
+    pair = WithOneProcess(_Branches, how)
+    pair.call(torch.ones(2, 6))
     for with_loss in (True, False):
         found: list[Gradients] = []
-        for model, loss in zip(pair.both(), _losses(pair), strict=True):
+        for model, loss in zip(pair, _losses(pair), strict=True):
             total = _penalty(model) + (loss if with_loss else 0)
             asked = [*_chosen(model), *model.unused.parameters()]  # type: ignore[union-attr, operator, unused-ignore]
             found.append(torch.autograd.grad(total, asked, retain_graph=True))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,8 +10,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2.comm_hook import register_comm_hook
-from tests.fsdp2.mlp import compiled, sharded, train, unequal
+from tests.fsdp2.mlp import pair_of, shard, sharded
 from tests.ranks import run_ranks
+from tests.two_sides import BITS, Within
 
 
 class _Count:
@@ -26,46 +25,35 @@ def _average(state: _Count, gradient: torch.Tensor, output: torch.Tensor) -> Non
     output /= dist.get_world_size()
 
 
-def _compare(*, is_own: bool, micro_batches: int) -> list[int]:
+LOW = Within((0.05, 0.02), (0.05, 0.02), (0.05, 0.02))
+
+
+def _compare(*, is_own: bool, micro_batches: int) -> None:
     """A hook that averages, and torch's for bfloat16, which is as FSDP2's `reduce_dtype`."""
     policy = MixedPrecisionPolicy() if is_own else MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
-    count = _Count()
-
-    def before(model: Any, number: int) -> None:
-        model.set_requires_gradient_sync(number == micro_batches - 1)
-
-    plain = sharded(mp_policy=policy)
-    expected = train(plain, plain, micro_batches=micro_batches, before=before)
-    model = sharded()
-    call = compiled(model, fullgraph=True)
+    pair, count = pair_of(fullgraph=True, ours=shard, mp_policy=policy), _Count()
     if is_own:
-        register_comm_hook(model, _average, count)
+        register_comm_hook(pair.model, _average, count)
     else:
-        register_comm_hook(call, default_hooks.bf16_compress_hook)
-    found = train(model, call, micro_batches=micro_batches, before=before)
+        register_comm_hook(pair.call, default_hooks.bf16_compress_hook)
+    # FSDP2 adds microbatches up in bfloat16, a hook compresses their sum.
+    pair.train(*[pair.call] * micro_batches, within=LOW if micro_batches > 1 and not is_own else BITS)
     assert count.calls == (6 if is_own else 0)  # units times steps
-    if micro_batches > 1 and not is_own:  # FSDP2 adds microbatches up in bfloat16, a hook compresses their sum
-        for mine, theirs in zip(found, expected, strict=True):
-            assert (mine is None) == (theirs is None)
-            torch.testing.assert_close(mine, theirs, rtol=0.05, atol=0.02)
-        return []
-    return unequal(expected, found)
 
 
 @pytest.mark.parametrize(("is_own", "micro_batches"), [(True, 1), (True, 2), (False, 1), (False, 2)])
 def test_compiled(*, is_own: bool, micro_batches: int) -> None:
-    assert run_ranks(_compare, is_own=is_own, micro_batches=micro_batches) == [[], []]
+    run_ranks(_compare, is_own=is_own, micro_batches=micro_batches)
 
 
 def _after_a_step() -> int:
     """One that is registered after compiled steps counts from the next one on."""
-    model, count = sharded(), _Count()
-    call = compiled(model, fullgraph=True)
-    train(model, call, steps=1)
-    register_comm_hook(model, _average, count)
-    train(model, call, steps=1)
+    pair, count = pair_of(fullgraph=True), _Count()
+    pair.train(steps=1)
+    register_comm_hook(pair.model, _average, count)
+    pair.train(steps=1)
     with pytest.raises(ConfigError, match="has a communication hook already"):
-        register_comm_hook(model, _average, count)
+        register_comm_hook(pair.model, _average, count)
     return count.calls
 
 

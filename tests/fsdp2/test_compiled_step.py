@@ -10,10 +10,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn, optim
+from torch import optim
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 from fsdp_compile.backend import fsdp
@@ -22,50 +21,41 @@ from fsdp_compile.lower import compiled_step
 from fsdp_compile.lower.compiled_step import CompiledStep
 from fsdp_compile.optim.step_in_backward import step_in_backward
 from tests.models.kinds import WIDTH, Slim
-from tests.numerics.one_process.pair import loss_of
 from tests.ranks import run_ranks
+from tests.two_sides import WithFsdp2, compile_eagerly, loss_of, made
 
 EAGER: dict[str, Any] = {"lower": "eager"}
 
 
-def _sharded(*, frozen: bool = False) -> Any:
-    torch.manual_seed(0)
-    model = Slim().requires_grad_(not frozen)
+def _shard(model: Any) -> Any:
     for block in model.blocks:
         fully_shard(block)
     return fully_shard(model)
+
+
+def _sharded() -> Any:
+    return _shard(made(Slim))
 
 
 def _input(seed: int = 1) -> torch.Tensor:
     return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * seed + dist.get_rank()))
 
 
-def _local(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _same(model: nn.Module, reference: nn.Module) -> None:
-    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
-        mine, theirs = _local(p.grad), _local(q.grad)
-        assert (mine is None) == (theirs is None), name
-        assert mine is None or torch.equal(mine, theirs), name  # type: ignore[arg-type]
+def _pair() -> WithFsdp2:
+    return WithFsdp2(Slim, _shard, _input)
 
 
 def _moved() -> None:
-    model, reference = _sharded(), _sharded()
-    function = torch.compile(lambda x: loss_of(model(x)), backend=fsdp, options=EAGER, fullgraph=True)
+    pair = _pair()
+    function = compile_eagerly(lambda x: loss_of(pair.model(x)), fullgraph=True)
     for step in range(4):
-        for each in (model, reference):
-            each.zero_grad()
+        pair.zero_grad()
+        for each in pair:
             if step == 1:
                 each.load_state_dict({k: v.clone() * 2 for k, v in each.state_dict().items()}, assign=True)
             if step == 2:
                 each.head.weight.requires_grad_(requires_grad=False)
-        loss, expected = function(_input(step)), loss_of(reference(_input(step)))
-        assert torch.equal(loss, expected), step
-        loss.backward()
-        expected.backward()
-        _same(model, reference)
+        pair.accumulate(loss=lambda call, x: function(x) if call is pair.model else loss_of(call(x)))
 
 
 def test_a_compiled_function_follows_parameters_that_were_replaced() -> None:
@@ -73,9 +63,9 @@ def test_a_compiled_function_follows_parameters_that_were_replaced() -> None:
 
 
 def _thawed() -> None:
-    model = _sharded(frozen=True)
+    model = _sharded().requires_grad_(requires_grad=False)
     x = _input().requires_grad_()
-    function = torch.compile(lambda x: loss_of(model(x)), backend=fsdp, options=EAGER, fullgraph=True)
+    function = compile_eagerly(lambda x: loss_of(model(x)), fullgraph=True)
     function(x).backward()
     model.requires_grad_()
     with pytest.raises(UnsupportedModelError, match="all frozen"):
@@ -89,23 +79,21 @@ def test_a_compiled_function_whose_parameters_are_trained_later_says_so() -> Non
 
 
 def _pending() -> None:
-    model, reference = _sharded(), _sharded()
-    compiled = torch.compile(model, backend=fsdp, options=EAGER)
+    pair = _pair()
+    compiled = pair.compiled(fullgraph=False)
     for _ in range(2):
         x = _input(2).requires_grad_()
-        for each, call in ((model, compiled), (reference, reference)):
-            each.zero_grad()
-            each.set_requires_gradient_sync(False)
-            loss_of(call(_input())).backward()
-            if each is model:  # FSDP2 itself reduces what is left, whatever was asked for
-                each.set_requires_gradient_sync(True)
-                torch.autograd.grad(loss_of(call(x)), x)
-                assert all(p.grad is None for p in model.parameters())
-                loss_of(call(x)).backward(inputs=[x])
-                assert all(p.grad is None for p in model.parameters())
-            each.set_requires_gradient_sync(True)
-            loss_of(call(_input(3))).backward()
-        _same(model, reference)
+        pair.zero_grad()
+        pair.change(lambda model: model.set_requires_gradient_sync(False))
+        pair.backward()
+        # FSDP2 itself reduces what is left, whatever was asked for.
+        pair.model.set_requires_gradient_sync(True)
+        torch.autograd.grad(loss_of(compiled(x)), x)
+        assert all(p.grad is None for p in pair.model.parameters())
+        loss_of(compiled(x)).backward(inputs=[x])
+        assert all(p.grad is None for p in pair.model.parameters())
+        pair.reference.set_requires_gradient_sync(True)
+        pair.accumulate()
 
 
 def test_gradients_of_inputs_leave_pending_gradients_where_they_are() -> None:
@@ -135,7 +123,7 @@ def test_a_compiled_function_does_not_go_on_with_the_parameters_before_a_convers
 
 def _batched() -> None:
     model = _sharded()
-    compiled = torch.compile(model, backend=fsdp, options=EAGER)
+    compiled = compile_eagerly(model)
     x = _input().requires_grad_()
     output = compiled(x)
     several = torch.eye(output.numel()).reshape(-1, *output.shape)
@@ -171,7 +159,7 @@ def _failed() -> None:
 
     around = CompiledStep.around
     with mock.patch.object(CompiledStep, "around", lambda step, _: around(step, fail)):
-        torch.compile(_sharded(), backend=fsdp, options=EAGER)(_input())
+        compile_eagerly(_sharded())(_input())
 
 
 def test_a_collective_that_fails_names_the_units() -> None:
@@ -187,7 +175,7 @@ def _stored() -> None:
         return seen[-1]
 
     with mock.patch.object(CompiledStep, "of", note):
-        loss_of(torch.compile(_sharded(), backend=fsdp, options=EAGER)(_input())).backward()
+        loss_of(compile_eagerly(_sharded())(_input())).backward()
     assert len(seen) == 2
     assert [pickle.loads(pickle.dumps(step)) for step in seen] == seen
 
@@ -198,16 +186,8 @@ def test_it_is_plain_data() -> None:
 
 
 def _trained() -> None:
-    model, reference = _sharded(), _sharded()
-    compiled = torch.compile(model, backend=fsdp, options=EAGER)
-    optimizers = [optim.AdamW(each.parameters()) for each in (model, reference)]
-    for step in range(3):
-        loss_of(compiled(_input(step))).backward()
-        loss_of(reference(_input(step))).backward()
-        _same(model, reference)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+    pair = _pair()
+    pair.train(pair.compiled(fullgraph=False), steps=3)
 
 
 def test_three_steps_have_the_bits_of_fsdp2() -> None:
@@ -251,7 +231,7 @@ def _hooked_before() -> list[torch.Tensor]:
         optimizer = optim.AdamW(model.parameters(), lr=0.1)
         if in_backward:
             step_in_backward(optimizer)
-        call = torch.compile(model, backend=fsdp, options=EAGER)
+        call = compile_eagerly(model)
         for step in range(3):
             loss_of(call(_input(step))).backward()
             assert not in_backward or all(p.grad is None for p in model.parameters())

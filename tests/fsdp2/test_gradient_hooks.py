@@ -10,9 +10,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from fsdp_compile import no_sync
-from tests.beside import Beside, Run, close, loss_of
 from tests.models.outlines import Small
 from tests.ranks import run_ranks
+from tests.two_sides import Run, WithOneProcess, close, loss_of
 
 KINDS = ("register_hook", "register_post_accumulate_grad_hook")
 
@@ -27,10 +27,9 @@ def _backward(called: Any) -> None:
 
 
 def _removed_by_itself(kind: str) -> None:
-    pair = Beside(Small, Run.SHARDED)
+    pair = WithOneProcess(Small, Run.SHARDED)
     counts: list[list[str]] = []
-    calls: tuple[Any, Any] = (pair.compiled, pair.reference)
-    for model, each in zip(pair.both(), calls, strict=True):
+    for model, each in pair.called():
         called: list[str] = []
         counts.append(called)
         handles: list[RemovableHandle] = []
@@ -56,11 +55,10 @@ def _removed_by_itself(kind: str) -> None:
 
 
 def _in_chosen_gradients(how: Run) -> None:
-    pair = Beside(Small, how)
+    pair = WithOneProcess(Small, how)
     pair.backward()
     found = []
-    calls: tuple[Any, Any] = (pair.compiled, pair.reference)
-    for model, called in zip(pair.both(), calls, strict=True):
+    for model, called in pair.called():
         model.get_parameter("up.weight").register_hook(lambda g: g * 3)
         model.get_parameter("up.weight").register_hook(lambda _: None)
         asked = [model.get_parameter("up.weight"), model.get_parameter("up.bias")]
@@ -78,11 +76,10 @@ def _penalized_loss(call: Any, model: Any) -> torch.Tensor:
 
 def _beside_a_penalty(how: Run) -> None:
     for kind in KINDS:
-        pair = Beside(Small, how)
+        pair = WithOneProcess(Small, how)
         pair.backward()
-        calls: tuple[Any, Any] = (pair.compiled, pair.reference)
         counts = []
-        for model, each in zip(pair.both(), calls, strict=True):
+        for model, each in pair.called():
             called: list[str] = []
             counts.append(called)
 
@@ -104,10 +101,9 @@ def test_a_hook_beside_a_penalty_outside_of_the_forward_is_called_once() -> None
 def _frozen_before_the_rest_is_reduced() -> None:
     """What waits from before the freeze is reduced in the next backward, as one process has it."""
     for kind in KINDS:
-        pair = Beside(Small, Run.SHARDED)
+        pair = WithOneProcess(Small, Run.SHARDED)
         counts = []
-        calls: tuple[Any, Any] = (pair.compiled, pair.reference)
-        for model, each in zip(pair.both(), calls, strict=True):
+        for model, each in pair.called():
             called: list[str] = []
             counts.append(called)
             weight = model.get_parameter("up.weight")

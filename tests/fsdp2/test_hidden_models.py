@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import fully_shard, step_in_backward
-from tests.beside import compile_eagerly
 from tests.ranks import run_ranks
+from tests.two_sides import compile_eagerly
 
 Change = Callable[[nn.Linear], object]
 

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.fsdp
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fsdp_compile.backend import fsdp
 from tests import long
 from tests.models.spmd import WIDTH, Spmd
 from tests.ranks import run_ranks
+from tests.two_sides import WithFsdp2, Within, loss_of
 
 STEPS = 3
 Dims: Any = getattr(torch.distributed.fsdp, "DataParallelMeshDims", None)
@@ -73,55 +73,36 @@ CASES = {
 }
 
 
-def _trained(case: _Case, mesh: DeviceMesh, *, is_compiled: bool) -> list[torch.Tensor]:
-    """Losses, parameters and gradients of this rank; layouts are compared, too."""
-    torch._dynamo.reset()
-    dims = Dims(shard=case.shard, replicate=case.replicate)
-    rows_over = (*dims.shard_names, *dims.replicate_names)
-    torch.manual_seed(0)
-    model = Spmd(hidden=case.hidden).spread(mesh, "tp" if "tp" in case.names else None, rows_over)
-    for module in (*model.layers, model):
-        fully_shard(module, mesh=mesh, dp_mesh_dims=dims, **case.arguments)
-    call: Any = model
-    if is_compiled:
-        call = torch.compile(model, backend=fsdp, options={"lower": "eager"}, fullgraph=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, foreach=False)
-    place = 0  # ranks that differ in other dimensions see the same rows
-    for i, name in enumerate(case.names):
-        place = place * case.shape[i] + mesh.get_local_rank(name) if name in rows_over else place
-    found = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for i in range(case.micro_batches):
-            if case.micro_batches > 1:
-                model.set_requires_gradient_sync(i == case.micro_batches - 1)  # type: ignore[operator]
-            seed = torch.Generator().manual_seed(1000 * step + 10 * i + place)
-            x: Any = torch.randn(3, WIDTH, generator=seed)
-            if case.given:
-                x = DTensor.from_local(x, mesh, [Shard(0) if n in rows_over else Replicate() for n in case.names])
-            out: Any = call(x)
-            loss = out.to_local().float().square().mean()
-            loss.backward()
-            found.append(loss.detach())
-        optimizer.step()
-    parameters: list[Any] = list(model.parameters())
-    layout = [(p.device_mesh.mesh_dim_names, p.device_mesh.mesh.tolist(), p.placements, p.shape) for p in parameters]
-    found.append(torch.tensor(list(str(layout).encode())))
-    return [*found, *(part.to_local() for p in parameters for part in (p.detach(), p.grad))]
-
-
-def _differences(name: str) -> list[int]:
-    """The places of what is not FSDP2's."""
+def _compare(name: str) -> None:
     case = CASES[name]
     # One mesh: DTensor's caches give equal ones for each other, and FSDP2 wants the very one.
     mesh = init_device_mesh("cpu", case.shape, mesh_dim_names=case.names)
-    ours = _trained(case, mesh, is_compiled=True)
-    theirs = _trained(case, mesh, is_compiled=False)
-    assert len(ours) == len(theirs)
-    both = enumerate(zip(ours, theirs, strict=True))
-    return [i for i, (a, b) in both if not torch.allclose(a, b, rtol=case.tolerance, atol=case.tolerance)]
+    dims = Dims(shard=case.shard, replicate=case.replicate)
+    rows_over = (*dims.shard_names, *dims.replicate_names)
+    place = 0  # ranks that differ in other dimensions see the same rows
+    for i, dimension in enumerate(case.names):
+        place = place * case.shape[i] + mesh.get_local_rank(dimension) if dimension in rows_over else place
+
+    def shard(model: Any) -> None:
+        for module in (*model.layers, model):
+            fully_shard(module, mesh=mesh, dp_mesh_dims=dims, **case.arguments)
+
+    def batch(step: int) -> torch.Tensor:
+        x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * step + place))
+        placements = [Shard(0) if n in rows_over else Replicate() for n in case.names]
+        return DTensor.from_local(x, mesh, placements) if case.given else x
+
+    pair = WithFsdp2(
+        lambda: Spmd(hidden=case.hidden).spread(mesh, "tp" if "tp" in case.names else None, rows_over),
+        shard,
+        batch,
+        lambda call, x: loss_of(call(x).to_local()),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3, foreach=False),
+    )
+    bound = (case.tolerance, case.tolerance)
+    pair.train(*[pair.compiled()] * case.micro_batches, steps=STEPS, within=Within(bound, bound, bound))
 
 
 @long.parametrize("name", CASES, always=["data and tensor", "two flattened", "accumulated"])
 def test_compiled(name: str) -> None:
-    assert run_ranks(_differences, name, world_size=4) == [[]] * 4
+    run_ranks(_compare, name, world_size=4)

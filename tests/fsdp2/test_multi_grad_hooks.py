@@ -6,16 +6,16 @@ import torch
 from torch.autograd.graph import register_multi_grad_hook
 
 from tests import long
-from tests.beside import Beside, Run
 from tests.models.outlines import Small
 from tests.ranks import run_ranks
+from tests.two_sides import Run, WithOneProcess
 
 
 def _waits_for_any(how: Run) -> None:
-    pair = Beside(Small, how)
+    pair = WithOneProcess(Small, how)
     pair.backward()
     called: dict[int, int] = {}
-    for model in pair.both():
+    for model in pair:
 
         def count(_: torch.Tensor, key: int = id(model)) -> None:
             called[key] = called.get(key, 0) + 1
@@ -24,7 +24,7 @@ def _waits_for_any(how: Run) -> None:
         model.zero_grad()
     for _ in range(2):
         pair.backward()
-    assert called == dict.fromkeys(map(id, pair.both()), 2)
+    assert called == dict.fromkeys(map(id, pair), 2)
 
 
 @long.parametrize("how", [Run.PLAIN, Run.SHARDED], always=[Run.SHARDED], ids=lambda how: how.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +15,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import Shard
 
-from fsdp_compile.backend import fsdp
 from tests import long
 from tests.models.experts import WIDTH, MixtureOfExperts
 from tests.ranks import run_ranks
+from tests.two_sides import WithFsdp2, Within, sgd
 
 RANKS, TOKENS, STEPS = 4, 10, 3
 Result: Any = getattr(_fsdp_common, "ShardPlacementResult", None)
@@ -56,39 +57,24 @@ def _shard(model: MixtureOfExperts, experts: str = "split", **arguments: Any) ->
     fully_shard(model, mesh=every, **arguments)
 
 
-def _trained(arguments: dict[str, Any], *, is_compiled: bool) -> list[torch.Tensor]:
-    """Losses, this rank's parameters and gradients; layouts are compared, too."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
+def _make() -> MixtureOfExperts:
     model = MixtureOfExperts()
     del model.layers[1:]  # four ranks compile at the same time, on few cores
     model.last = nn.Linear(WIDTH, WIDTH)  # an even number of elements for each rank: else gloo adds in another order
-    _shard(model, **arguments)
-    call: Any = torch.compile(model, backend=fsdp, options={"lower": "eager"}) if is_compiled else model
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found = []
-    for step in range(STEPS):
-        batch = torch.randn(RANKS, TOKENS, WIDTH, generator=torch.Generator().manual_seed(step))
-        loss = call(batch[dist.get_rank()]).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        found.append(loss.detach())
-    parameters: list[Any] = list(model.parameters())
-    layout = [(p.device_mesh.mesh_dim_names, p.device_mesh.mesh.tolist(), p.placements, p.shape) for p in parameters]
-    found.append(torch.tensor(list(str(layout).encode())))
-    return [*found, *(part.to_local() for p in parameters for part in (p.detach(), p.grad))]
+    return model
 
 
-def _differences(name: str) -> list[int]:
-    """The places of what is not FSDP2's."""
-    theirs = _trained(CASES[name], is_compiled=False)
-    ours = _trained(CASES[name], is_compiled=True)
-    both = enumerate(zip(ours, theirs, strict=True))
+def _batch(step: int) -> torch.Tensor:
+    return torch.randn(RANKS, TOKENS, WIDTH, generator=torch.Generator().manual_seed(step))[dist.get_rank()]
+
+
+def _compare(name: str) -> None:
+    pair = WithFsdp2(_make, functools.partial(_shard, **CASES[name]), _batch, optimizer=sgd)
     # Compiled, AOTAutograd adds the gradients of several experts in another order.
-    return [i for i, (a, b) in both if not torch.allclose(a, b, rtol=1e-6, atol=1e-6)]
+    bound = (1e-6, 1e-6)
+    pair.train(pair.compiled(fullgraph=False), steps=STEPS, within=Within(bound, bound, bound))
 
 
 @long.parametrize("name", CASES, always=["defaults", "replicas"])
 def test_compiled(name: str) -> None:
-    assert run_ranks(_differences, name, world_size=RANKS) == [[]] * RANKS
+    run_ranks(_compare, name, world_size=RANKS)

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from tests import long
-from tests.beside import Beside, Run
 from tests.ranks import run_ranks
+from tests.two_sides import Run, WithOneProcess
 
 
 class _Model(nn.Module):
@@ -48,10 +48,8 @@ def _parametrized(layer: type[nn.Linear]) -> nn.Module:
 
 
 def _train(layer: type[nn.Linear], how: Run) -> None:
-    pair = Beside(lambda: _parametrized(layer), how)
-    pair.optimize(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
-    for _ in range(3):
-        pair.step()
+    pair = WithOneProcess(lambda: _parametrized(layer), how)
+    pair.train(steps=3)
 
 
 @pytest.mark.parametrize("how", [Run.PLAIN, Run.SHARDED])

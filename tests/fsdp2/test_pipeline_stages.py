@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile import fully_shard
 from tests import long
-from tests.beside import close
 from tests.ranks import run_ranks
+from tests.two_sides import close
 
 
 class _Stage(nn.Module):

@@ -20,8 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compile import no_sync
 from fsdp_compile.errors import ConfigError, RankMismatchError, UnsupportedModelError
-from tests.fsdp2.one_line import Block, Model, Pair, in_place, one_line
+from tests.fsdp2.one_line import Block, Model, pair_of
 from tests.ranks import run_ranks
+from tests.two_sides import compile_eagerly as one_line
+from tests.two_sides import compile_in_place as in_place
 
 
 class Recurrent(nn.Module):
@@ -65,15 +67,15 @@ MODELS: list[Callable[[], nn.Module]] = [Model, Breaks, _layers, Tied]
 
 
 def _trains(make: Callable[[], nn.Module], compile_model: Callable[[Any], Any]) -> None:
-    pair = Pair(make)
+    pair = pair_of(make)
     pair.call = compile_model(pair.model)
     assert not any(isinstance(p, DTensor) for p in pair.model.parameters())
-    pair.steps(3)
+    pair.train(steps=3)
     # Another compile of the same model, and one after a reset.
     pair.call = one_line(pair.model)
-    pair.steps()
+    pair.train(steps=1)
     torch._dynamo.reset()
-    pair.steps()
+    pair.train(steps=1)
 
 
 @pytest.mark.parametrize("make", MODELS)
@@ -85,23 +87,23 @@ def test_trains_as_one_process(make: Callable[[], nn.Module], compile_model: Cal
 def _first_calls() -> None:
     for context in (torch.no_grad(), torch.inference_mode()):
         for compile_model in (one_line, in_place):
-            pair = Pair()
+            pair = pair_of()
             pair.call = compile_model(pair.model.eval())
             x = torch.randn(2, 6, generator=torch.Generator().manual_seed(9))
             with context:
                 torch.testing.assert_close(pair.call(x), pair.reference(x))
             pair.model.train()
-            pair.steps(2)
+            pair.train()
     # Twice before backward.
-    pair = Pair()
+    pair = pair_of()
     compiled, forward = one_line(pair.model), pair.reference.forward
     pair.call = lambda x: compiled(x) + compiled(2 * x)
     pair.reference.forward = lambda x: forward(x) + forward(2 * x)
-    pair.steps(2)
+    pair.train()
     # Its forward alone, whose call has begun when it is sharded.
-    pair = Pair()
+    pair = pair_of()
     pair.call = one_line(pair.model).forward
-    pair.steps(2)
+    pair.train()
 
 
 def test_first_called_in_an_evaluation_or_twice() -> None:
@@ -110,7 +112,7 @@ def test_first_called_in_an_evaluation_or_twice() -> None:
 
 def _accumulates() -> None:
     for compile_model in (one_line, in_place):
-        pair = Pair()
+        pair = pair_of()
         pair.call = compile_model(pair.model)
         for _ in range(2):
             with no_sync(pair.model):
@@ -151,12 +153,12 @@ def test_the_first_call_is_cast_as_later_ones() -> None:
 
 
 def _options() -> None:
-    pair = Pair()
+    pair = pair_of()
     wrap = ModuleWrapPolicy({Block})
     pair.call = one_line(pair.model, reshard_after_forward=False)
-    pair.steps()
+    pair.train(steps=1)
     pair.call = one_line(pair.model, reshard_after_forward=False)
-    pair.steps()
+    pair.train(steps=1)
     with pytest.raises(BackendCompilerFailed, match="'auto_wrap_policy' says how to shard"):
         one_line(pair.model, auto_wrap_policy=wrap)(torch.randn(2, 6))
     before = Model()
@@ -256,17 +258,17 @@ def test_what_no_rank_would_average_is_refused_by_name() -> None:
 
 def _parts() -> None:
     # All parts compiled, each by itself.
-    pair = Pair()
+    pair = pair_of()
     for name in ("first", "blocks.0", "blocks.1", "head"):
         in_place(pair.model.get_submodule(name))
-    pair.steps(2)
+    pair.train()
 
     # A part that is called first, of a model that is compiled, too.
-    pair = Pair()
+    pair = pair_of()
     block, pair.call = one_line(pair.model.get_submodule("blocks.0")), one_line(pair.model)
     x = torch.randn(2, 6, generator=torch.Generator().manual_seed(9))
     torch.testing.assert_close(block(x), pair.reference.get_submodule("blocks.0")(x))
-    pair.steps(2)
+    pair.train()
 
     # ... and of one that is compiled later.
     model = Model()
@@ -294,10 +296,10 @@ def test_several_compiled_parts() -> None:
 
 def _in_functions() -> None:
     # A compiled model, called by a compiled function, and an attribute of the object whose method is compiled.
-    pair = Pair()
+    pair = pair_of()
     compiled = one_line(pair.model)
     pair.call = one_line(lambda x: 1 * compiled(x))
-    pair.steps(2)
+    pair.train()
 
     class Trainer:
         def __init__(self, model: Any) -> None:
@@ -308,9 +310,9 @@ def _in_functions() -> None:
             return out
 
     for compile_model in (one_line, in_place):
-        pair = Pair()
+        pair = pair_of()
         pair.call = one_line(Trainer(compile_model(pair.model)).run)
-        pair.steps(2)
+        pair.train()
 
 
 def test_a_compiled_model_in_compiled_functions() -> None:
@@ -356,7 +358,7 @@ def test_ranks_that_start_with_different_values() -> None:
 
 def _no_group() -> None:
     dist.destroy_process_group()
-    pair = Pair()
+    pair = pair_of()
     pair.call = one_line(pair.model)
     with pytest.raises(ConfigError, match="no process group"):
         pair.call(torch.randn(2, 6))
@@ -364,7 +366,7 @@ def _no_group() -> None:
         names = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0", "LOCAL_RANK": "0"}
         for name, value in names.items():
             patch.setenv(name, value)
-        pair.steps(2)
+        pair.train()
     assert dist.get_world_size() == 1
 
 

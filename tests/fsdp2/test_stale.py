@@ -14,8 +14,10 @@ from torch.distributed.tensor import DTensor
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2.stale import StaleParameter
 from fsdp_compile.optim.whole_step import whole_step
-from tests.fsdp2.one_line import Make, Model, Pair, adamw, one_line
+from tests.fsdp2.one_line import Model, pair_of
 from tests.ranks import run_ranks
+from tests.two_sides import Make, WithOneProcess, adamw, loss_of, sgd
+from tests.two_sides import compile_eagerly as one_line
 
 OPTIMIZERS: dict[str, Make] = {
     "adamw": adamw,
@@ -26,31 +28,31 @@ OPTIMIZERS: dict[str, Make] = {
 }
 
 
-def _plain_steps(pair: Pair, count: int) -> None:
+def _plain_steps(pair: WithOneProcess, count: int) -> None:
     """Steps of both before the model is compiled, on the same batch on every rank."""
     for step in range(count):
         x = torch.randn(4, 6, generator=torch.Generator().manual_seed(100 + step))
-        for model, optimizer in zip((pair.model, pair.reference), pair.optimizers, strict=True):
-            model(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        for model in pair:
+            loss_of(model(x)).backward()
+        pair.update()
 
 
 def _follows(kind: str, before: int) -> None:
-    pair = Pair(optimizer=OPTIMIZERS[kind])
+    pair = pair_of(optimizer=OPTIMIZERS[kind])
     _plain_steps(pair, before)
     pair.call = one_line(pair.model)
-    mine = pair.optimizers[0]
-    schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in pair.optimizers]
+    held = list(pair.model.parameters())
+    mine = pair.optimizers[0][0]
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in pair.optimizers[0]]
     pair.backward()
     # At once, and not in the first step only.
     assert all(a is b for a, b in zip(mine.param_groups[0]["params"], pair.model.parameters(), strict=True))
-    assert all(type(p) is StaleParameter for p in pair.held)
+    assert all(type(p) is StaleParameter for p in held)
     pair.update()
     for _ in range(2):
         for schedule in schedules:
             schedule.step()
-        pair.steps()
+        pair.train(steps=1)
     assert set(mine.state) == set(pair.model.parameters())
     for parameter, state in mine.state.items():
         for value in state.values():
@@ -72,10 +74,10 @@ def test_an_optimizer_with_state_follows(kind: str) -> None:
 
 def _whole() -> None:
     """Adafactor has rows and columns of each matrix, which `whole_step` keeps on every rank."""
-    pair = Pair(optimizer=lambda p: whole_step(torch.optim.Adafactor(p, lr=1e-2)))
+    pair = pair_of(optimizer=lambda p: whole_step(torch.optim.Adafactor(p, lr=1e-2)))
     _plain_steps(pair, 2)
     pair.call = one_line(pair.model)
-    pair.steps(2)
+    pair.train()
 
 
 def test_an_optimizer_that_sees_whole_parameters_keeps_state_of_other_shapes() -> None:
@@ -83,7 +85,8 @@ def test_an_optimizer_that_sees_whole_parameters_keeps_state_of_other_shapes() -
 
 
 def _lists() -> None:
-    pair = Pair()
+    pair = pair_of()
+    held = list(pair.model.parameters())
     head: Any = pair.model.get_parameter("head.weight")
     head.decay = 0.5
     pair.call = one_line(pair.model)
@@ -105,24 +108,24 @@ def _lists() -> None:
     assert isinstance(head.data, DTensor)
     assert copy.deepcopy(head).shape == head.shape
     assert "StaleParameter" in repr(head)
-    norm: Any = nn.utils.clip_grad_norm_(pair.held, 0.1)
+    norm: Any = nn.utils.clip_grad_norm_(held, 0.1)
     expected = nn.utils.clip_grad_norm_(pair.reference.parameters(), 0.1)
     torch.testing.assert_close(norm.full_tensor(), expected)
     pair.update()
     pair.compare()
     # Gradients are dropped, and parameters frozen, by the list.
     pair.backward()
-    for parameter in pair.held:
+    for parameter in held:
         parameter.grad = None
     assert all(p.grad is None for p in pair.model.parameters())
     head.requires_grad = False
     assert not now.requires_grad
     head.requires_grad = True
     # An optimizer that is made of the list.
-    late = torch.optim.SGD(pair.held, lr=0.1)
-    pair.optimizers = [late, torch.optim.SGD(pair.reference.parameters(), lr=0.1)]
+    late = sgd(held)
+    pair.optimizers = [(late, sgd(list(pair.reference.parameters())))]
     pair.reference.zero_grad()
-    pair.steps(2)
+    pair.train()
     assert all(isinstance(p, DTensor) for p in late.param_groups[0]["params"])
 
     for compute in (lambda: head + 1, head.detach, lambda: head.add_(1), lambda: torch.stack([head])):
@@ -138,30 +141,32 @@ def test_lists_from_before() -> None:
 
 def _states(kind: str) -> None:
     """Saves and loads an optimizer's state between sharding and the first step."""
-    first = Pair(optimizer=OPTIMIZERS[kind])
+    first = pair_of(optimizer=OPTIMIZERS[kind])
     first.call = one_line(first.model)
-    first.steps(2)
+    first.train()
     options = dcp_state.StateDictOptions(full_state_dict=True)
-    own = copy.deepcopy(first.optimizers[0].state_dict())
-    full = dcp_state.get_optimizer_state_dict(first.model, first.optimizers[0], options=options)
+    own = copy.deepcopy(first.optimizers[0][0].state_dict())
+    full = dcp_state.get_optimizer_state_dict(first.model, first.optimizers[0][0], options=options)
     values = dcp_state.get_model_state_dict(first.model, options=options)
 
     def resumed(load: Any) -> None:
-        pair = Pair(optimizer=OPTIMIZERS[kind])
-        pair.batches = first.batches
+        pair = pair_of(optimizer=OPTIMIZERS[kind])
+        held = list(pair.model.parameters())
+        mine, theirs = pair.optimizers[0]
+        pair.steps = first.steps
         pair.model.load_state_dict(values)
         pair.reference.load_state_dict(values)
-        pair.optimizers[1].load_state_dict(copy.deepcopy(first.optimizers[1].state_dict()))
+        theirs.load_state_dict(copy.deepcopy(first.optimizers[0][1].state_dict()))
         pair.call = one_line(pair.model)
         with torch.no_grad():
             pair.call(torch.randn(2, 6))
-        assert len(pair.optimizers[0].state_dict()["param_groups"][0]["params"]) == len(pair.held)
-        pair.optimizers[0].zero_grad()
+        assert len(mine.state_dict()["param_groups"][0]["params"]) == len(held)
+        mine.zero_grad()
         load(pair)
-        pair.steps(2)
+        pair.train()
 
-    resumed(lambda pair: dcp_state.set_optimizer_state_dict(pair.model, pair.optimizers[0], full, options=options))
-    resumed(lambda pair: pair.optimizers[0].load_state_dict(own))
+    resumed(lambda pair: dcp_state.set_optimizer_state_dict(pair.model, pair.optimizers[0][0], full, options=options))
+    resumed(lambda pair: pair.optimizers[0][0].load_state_dict(own))
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adagrad"])
@@ -170,17 +175,12 @@ def test_state_that_is_loaded_between_sharding_and_the_first_step(kind: str) -> 
 
 
 def _scaler() -> None:
-    pair = Pair(optimizer=OPTIMIZERS["sgd-momentum"])
+    pair = pair_of(optimizer=OPTIMIZERS["sgd-momentum"])
     pair.call = one_line(pair.model)
     scalers = [torch.amp.GradScaler("cpu", init_scale=8.0) for _ in range(2)]
-    for step in range(2):
-        batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
-        rank = torch.distributed.get_rank()
-        calls: tuple[Any, Any] = (pair.call, pair.reference)
-        for scaler, optimizer, call, x in zip(
-            scalers, pair.optimizers, calls, (batch.chunk(2)[rank], batch), strict=True
-        ):
-            scaler.scale(call(x).square().mean()).backward()
+    for _ in range(2):
+        for scaler, optimizer, loss in zip(scalers, pair.optimizers[0], pair.losses(), strict=True):
+            scaler.scale(loss).backward()
             scaler.unscale_(optimizer)
             scaler.step(optimizer)
             scaler.update()
@@ -206,7 +206,7 @@ def test_state_that_cannot_be_sharded_is_refused_by_name() -> None:
 
 def _pending_backward() -> None:
     """A graph from before the model was sharded still has the values that it read."""
-    pair = Pair()
+    pair = pair_of()
     x = torch.randn(4, 6, requires_grad=True)
     y = x.detach().clone().requires_grad_()
     loss, expected = pair.model(x).square().mean(), pair.reference(y).square().mean()

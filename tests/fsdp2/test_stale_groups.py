@@ -10,13 +10,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile.fsdp2.stale import StaleParameter
-from tests.beside import Beside, Run, compile_eagerly
 from tests.models.outlines import Small
 from tests.ranks import run_ranks
+from tests.two_sides import Run, WithOneProcess, compile_eagerly, sgd
 
 
 def _check_groups_and_schedule() -> None:
-    pair = Beside(Small, Run.PLAIN)
+    pair = WithOneProcess(Small, Run.PLAIN)
 
     def make(parameters: Any) -> torch.optim.Optimizer:
         matrices = [p for p in parameters if p.dim() >= 2]
@@ -34,7 +34,7 @@ def _check_groups_and_schedule() -> None:
     schedulers = [torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.5) for p in pair.optimizers for o in p]
     groups = pair.optimizers[0][0].param_groups
     for _ in range(3):
-        pair.step()
+        pair.train(steps=1)
         for scheduler in schedulers:
             scheduler.step()
     mine, theirs = pair.optimizers[0]
@@ -81,17 +81,16 @@ class _Tagged(Small):
 
 def _check_changed(change: Change) -> None:
     """A list that was taken before, and changed before the first step and after it."""
-    pair = Beside(_Tagged, Run.UNSHARDED)
-    old, theirs = (list(model.parameters()) for model in pair.both())
-    pair.compiled = compile_eagerly(pair.model)
-    pair.optimize(lambda p: torch.optim.SGD(p, lr=0.1))
+    pair = WithOneProcess(_Tagged, Run.UNSHARDED, optimizer=sgd)
+    old, theirs = (list(model.parameters()) for model in pair)
+    pair.call = compile_eagerly(pair.model)
     pair.backward()
     for _ in range(2):
         change(old)
         change(theirs)
         assert _shapes(old) == _shapes(theirs)
         pair.compare()
-        pair.step()
+        pair.train(steps=1)
     assert all(isinstance(p, StaleParameter) == bool(p.dim()) for p in old), "FSDP2 cannot split numbers: they stay"
 
 

@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile import fully_shard
 from fsdp_compile.fsdp2.shards import local_of
-from tests.beside import Beside, Run, compile_eagerly
 from tests.models.outlines import Odd, Transformer
 from tests.ranks import run_ranks
+from tests.two_sides import Run, WithOneProcess, adamw, compile_eagerly
 
 
 def _pair() -> tuple[nn.Module, nn.Module]:
@@ -172,8 +172,7 @@ def test_buffers_and_extra_state() -> None:
 
 
 def _check_optimizer_state() -> None:
-    pair = Beside(Transformer, Run.EAGER)
-    pair.optimize(lambda p: torch.optim.AdamW(p, lr=1e-2))
+    pair = WithOneProcess(Transformer, Run.EAGER, optimizer=adamw)
     model, optimizer = pair.model, pair.optimizers[0][0]
     tokens = torch.arange(8).reshape(2, 4)
     model(tokens).square().mean().backward()
@@ -207,7 +206,7 @@ class _ByName(nn.Module):
 
 
 def _traced_with_gradients() -> None:
-    both = Beside(_ByName, Run.SHARDED)
+    both = WithOneProcess(_ByName, Run.SHARDED)
     both.backward()
     both.change(lambda model: model.zero_grad(set_to_none=False))
     both.change(lambda model: model.get_submodule("first").requires_grad_(requires_grad=False))

@@ -11,8 +11,8 @@ from torch import nn
 from torch.func import functional_call
 
 from tests import long
-from tests.beside import Beside, Run
 from tests.ranks import run_ranks
+from tests.two_sides import Run, WithOneProcess
 
 
 class _FastWeights(nn.Module):
@@ -98,10 +98,8 @@ class _Tied(nn.Module):
 
 
 def _check(make: Callable[[], nn.Module], how: Run) -> None:
-    pair = Beside(make, how)
-    pair.optimize(lambda p: torch.optim.SGD(p, lr=0.1))
-    pair.step()
-    pair.step()
+    pair = WithOneProcess(make, how)
+    pair.train()
 
 
 @long.parametrize(

@@ -9,11 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn, optim
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
-from fsdp_compile.backend import fsdp
 from fsdp_compile.optim.step_in_backward import step_in_backward
 from tests.ranks import run_ranks
+from tests.two_sides import Loss, WithFsdp2, Within, compare_gradients, made
 
 
 class Heads(nn.Module):
@@ -28,45 +27,42 @@ class Heads(nn.Module):
         return self.left(hidden), self.right(hidden)
 
 
-def _sharded(units: int) -> Any:
-    torch.manual_seed(0)
-    model = Heads()
-    for part in (model.left, model.right)[: units - 1]:
-        fully_shard(part)
-    return fully_shard(model)
+ROUNDED = Within((1.3e-6, 1e-5), (1.3e-6, 1e-5), (1.3e-6, 1e-5))
+
+
+def _pair(units: int, rows: tuple[int, ...] = (4,) * 5, **arguments: Any) -> WithFsdp2:
+    def shard(model: Any) -> None:
+        for part in (model.left, model.right)[: units - 1]:
+            fully_shard(part)
+        fully_shard(model)
+
+    pair = WithFsdp2(Heads, shard, lambda step: _input(rows[step]), optimizer=_decayed)
+    pair.within = ROUNDED
+    pair.compiled(fullgraph=False, **arguments)
+    return pair
+
+
+def _decayed(parameters: list[nn.Parameter]) -> optim.Optimizer:
+    return optim.AdamW(parameters, weight_decay=0.1)
 
 
 def _loss(*outputs: torch.Tensor) -> torch.Tensor:
     return torch.stack([each.square().sum() for each in outputs]).sum()
 
 
-def _input(rows: int = 4) -> torch.Tensor:
-    return torch.randn(rows, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
+def _of(used: slice) -> Loss:
+    return lambda call, x: _loss(*call(x)[used])
 
 
-def _whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _compare(model: nn.Module, reference: nn.Module) -> None:
-    for (name, p), q in zip(model.named_parameters(), reference.named_parameters(), strict=True):
-        mine, theirs = _whole(p.grad), _whole(q[1].grad)
-        assert (mine is None) == (theirs is None), name
-        if mine is not None and theirs is not None:
-            torch.testing.assert_close(mine, theirs)
+def _input(rows: int = 4, rank: int | None = None) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(dist.get_rank() if rank is None else rank)
+    return torch.randn(rows, 6, generator=generator)
 
 
 def _one_unused(lower: str, units: int) -> None:
-    model, reference = _sharded(units), _sharded(units)
-    compiled = torch.compile(model, backend=fsdp, options={"lower": lower})
-    optimizers = [optim.AdamW(each.parameters(), weight_decay=0.1) for each in (model, reference)]
+    pair = _pair(units, lower=lower)
     for used in (slice(0, 2), slice(0, 1), slice(0, 1), slice(1, 2), slice(0, 2)):
-        _loss(*compiled(_input())[used]).backward()
-        _loss(*reference(_input())[used]).backward()
-        _compare(model, reference)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        pair.train(steps=1, loss=_of(used))
 
 
 @pytest.mark.parametrize("units", [1, 3])
@@ -77,18 +73,15 @@ def test_a_head_whose_output_is_unused_has_none(lower: str, units: int) -> None:
 
 def _used_by_one_rank() -> None:
     """FSDP2 itself waits for ever, or adds gradients of other parameters."""
-    model = _sharded(3)
-    torch.manual_seed(0)
-    plain = Heads()
-    compiled = torch.compile(model, backend=fsdp, options={"lower": "eager"})
+    pair = _pair(3)
+    plain = made(Heads)
     for right in (0, None, 1):
-        model.zero_grad()
+        pair.model.zero_grad()
         plain.zero_grad()
-        _loss(*compiled(_input())[: 2 if right in (None, dist.get_rank()) else 1]).backward()
+        _loss(*pair.call(_input())[: 2 if right in (None, dist.get_rank()) else 1]).backward()
         for rank in range(2):
-            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(rank))
-            (_loss(*plain(x)[: 2 if right in (None, rank) else 1]) / 2).backward()
-        _compare(model, plain)
+            (_loss(*plain(_input(rank=rank))[: 2 if right in (None, rank) else 1]) / 2).backward()
+        compare_gradients(pair.model, plain, ROUNDED.gradient)
 
 
 def test_ranks_whose_losses_use_other_outputs_agree() -> None:
@@ -96,14 +89,10 @@ def test_ranks_whose_losses_use_other_outputs_agree() -> None:
 
 
 def _of_changing_sizes() -> None:
-    model, reference = _sharded(1), _sharded(1)
-    compiled = torch.compile(model, backend=fsdp, options={"lower": "eager"}, dynamic=True)
-    for rows in (4, 6, 10):
-        model.zero_grad()
-        reference.zero_grad()
-        _loss(compiled(_input(rows))[0]).backward()
-        _loss(reference(_input(rows))[0]).backward()
-        _compare(model, reference)
+    pair = _pair(1, rows=(4, 6, 10), dynamic=True)
+    for _ in range(3):
+        pair.zero_grad()
+        pair.accumulate(loss=_of(slice(0, 1)))
 
 
 def test_with_changing_sizes() -> None:
@@ -111,16 +100,13 @@ def test_with_changing_sizes() -> None:
 
 
 def _accumulated(first: slice, second: slice) -> None:
-    model, reference = _sharded(1), _sharded(1)
-    compiled = torch.compile(model, backend=fsdp, options={"lower": "eager"})
+    pair = _pair(1)
     for _ in range(2):  # the second step's graph has pending gradients among its inputs
-        for each, call in ((model, compiled), (reference, reference)):
-            each.zero_grad()
-            each.set_requires_gradient_sync(False)
-            _loss(*call(_input())[first]).backward()
-            each.set_requires_gradient_sync(True)
-            _loss(*call(_input())[second]).backward()
-        _compare(model, reference)
+        pair.zero_grad()
+        pair.change(lambda model: model.set_requires_gradient_sync(False))
+        pair.backward(loss=_of(first))
+        pair.change(lambda model: model.set_requires_gradient_sync(True))
+        pair.accumulate(loss=_of(second))
 
 
 @pytest.mark.parametrize(
@@ -131,12 +117,11 @@ def test_pending_gradients_of_an_output_count_when_it_is_used_no_more(first: sli
 
 
 def _updated_in_backward() -> None:
-    model = _sharded(3)
-    step_in_backward(optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5))
-    compiled = torch.compile(model, backend=fsdp, options={"lower": "eager"})
-    before = [p.full_tensor().detach().clone() for p in model.parameters()]
-    _loss(compiled(_input())[0]).backward()
-    for (name, p), value in zip(model.named_parameters(), before, strict=True):
+    pair = _pair(3)
+    step_in_backward(optim.SGD(pair.model.parameters(), lr=0.1, weight_decay=0.5))
+    before = [p.full_tensor().detach().clone() for p in pair.model.parameters()]
+    _loss(pair.call(_input())[0]).backward()
+    for (name, p), value in zip(pair.model.named_parameters(), before, strict=True):
         assert torch.equal(p.full_tensor(), value) == name.startswith("right"), name
 
 

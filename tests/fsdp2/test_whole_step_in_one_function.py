@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from tests.beside import Beside, Run, close, loss_of
 from tests.models.outlines import Small
 from tests.ranks import run_ranks
+from tests.two_sides import WithOneProcess, close, compile_eagerly, loss_of
 
 
 def _step_of(model: nn.Module, batch: torch.Tensor, optimizer: torch.optim.Optimizer, *, clip: bool) -> torch.Tensor:
@@ -23,17 +21,16 @@ def _step_of(model: nn.Module, batch: torch.Tensor, optimizer: torch.optim.Optim
 
 
 def _steps(*, dynamic: bool | None) -> None:
-    pair = Beside(Small, Run.SHARDED)
-    world, rank = dist.get_world_size(), dist.get_rank()
-    mine, theirs = (torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9) for model in pair.both())
+    pair = WithOneProcess(Small, optimizer=lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9))
+    mine, theirs = pair.optimizers[0]
     # Torch's clipping of sharded parameters cannot be traced with `dynamic=True`.
-    step = torch.compile(_step_of, backend="fsdp", options={"lower": "eager"}, dynamic=dynamic)
+    step = compile_eagerly(_step_of, dynamic=dynamic)
     for number in range(3):
-        batch = torch.randn((2 + number) * world, 6, generator=torch.Generator().manual_seed(number))
-        norm = step(pair.model, batch.chunk(world)[rank], mine, clip=not dynamic)
-        whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        close(whole, _step_of(pair.reference, batch, theirs, clip=not dynamic), "norm")
-    pair.compare()
+        pair.rows = 2 + number
+        share, batch = pair.next_batch()
+        norm = step(pair.model, share, mine, clip=not dynamic)
+        close(norm, _step_of(pair.reference, batch, theirs, clip=not dynamic), "norm")
+        pair.compare()
 
 
 @pytest.mark.parametrize("dynamic", [None, True])

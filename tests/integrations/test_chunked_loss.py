@@ -18,8 +18,8 @@ from fsdp_compile import explain, fully_shard
 from fsdp_compile.cost.communicate import Kind
 from fsdp_compile.ir.graph import Phase
 from tests import long
-from tests.beside import close, compile_eagerly
 from tests.ranks import run_ranks
+from tests.two_sides import close, compile_eagerly
 
 VOCABULARY, WIDTH, CHUNKS = 12, 8, 3
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from fsdp_compile import full_params, fully_shard
-from tests.beside import close, compile_eagerly
 from tests.ranks import run_ranks
+from tests.two_sides import close, compile_eagerly
 
 transformers = pytest.importorskip("transformers")
 

@@ -23,8 +23,9 @@ from fsdp_compile.lower.compiled_regions import regions_of
 from fsdp_compile.passes.follow_order import CannotFollowError, FollowOrder
 from tests import long
 from tests.models.kinds import Slim
-from tests.numerics.one_process.pair import batches, gradient_difference, loss_of
+from tests.numerics.one_process.measure import batches, gradient_difference
 from tests.ranks import run_ranks
+from tests.two_sides import loss_of
 
 
 class _OtherWay(Slim):

@@ -26,8 +26,8 @@ from fsdp_compile.lower import once
 from fsdp_compile.lower.cache_folder import LEAST_BYTES, LOCKS, UnusableFolderError, check_folder
 from fsdp_compile.lower.once import compile_once
 from tests.models.kinds import Slim
-from tests.numerics.one_process.pair import loss_of
 from tests.ranks import run_ranks
+from tests.two_sides import loss_of
 
 _GRAPH = "a graph"
 

@@ -15,8 +15,8 @@ from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.queries import last_of
 from fsdp_compile.passes.schedule_reshard import ReshardPlan, ScheduleReshard
 from tests.models.kinds import WIDTH, Slim
-from tests.numerics.one_process.pair import loss_of
 from tests.ranks import run_ranks
+from tests.two_sides import loss_of
 
 
 def _trained(lower: str, *, poison: bool, precision: MixedPrecision | None = None) -> list[torch.Tensor]:

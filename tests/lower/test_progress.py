@@ -11,8 +11,8 @@ import torch
 from fsdp_compile.lower.progress import LOGGER
 from fsdp_compile.training.metrics import open_display
 from tests.models.kinds import Slim
-from tests.numerics.one_process.pair import loss_of
 from tests.ranks import run_ranks
+from tests.two_sides import loss_of
 
 
 class _Kept(logging.Handler):

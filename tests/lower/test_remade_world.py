@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from fsdp_compile import fully_shard
 from tests.models.kinds import Slim
-from tests.numerics.one_process.pair import loss_of
 from tests.ranks import run_ranks
+from tests.two_sides import loss_of
 
 
 def _train(rows: int) -> None:

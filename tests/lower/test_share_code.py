@@ -21,7 +21,7 @@ from tests import long
 from tests.fake_world import fake_world
 from tests.models.kinds import KINDS
 from tests.models.round_sizes import Stack
-from tests.numerics.one_process.pair import Differences, train_pair
+from tests.numerics.one_process.measure import Differences, train_pair
 from tests.numerics.one_process.test_model_kinds import assert_equal_training
 from tests.ranks import run_ranks
 

@@ -28,9 +28,10 @@ from fsdp_compile.lower import once, region_key
 from tests import long
 from tests.fake_world import fake_world
 from tests.models.kinds import KINDS
-from tests.numerics.one_process.pair import Differences, loss_of, train_pair
+from tests.numerics.one_process.measure import Differences, train_pair
 from tests.numerics.one_process.test_model_kinds import assert_equal_training
 from tests.ranks import run_ranks
+from tests.two_sides import loss_of
 
 pytestmark = [
     pytest.mark.inductor,

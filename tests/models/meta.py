@@ -79,14 +79,6 @@ def initialize(model: nn.Module) -> None:
                 module.reset_parameters()  # type: ignore[operator]
 
 
-def init_normal(module: nn.Module) -> None:
-    """An initialization from outside, of every kind of module in `Tied`."""
-    for parameter in module.parameters(recurse=False):
-        parameter.normal_(std=0.2)
-    for buffer in module.buffers(recurse=False):
-        buffer.fill_(1)
-
-
 def tokens(rows: int = 4) -> torch.Tensor:
     """The same input on every rank."""
     return torch.randint(0, 11, (rows,), generator=torch.Generator().manual_seed(3))

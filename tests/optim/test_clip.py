@@ -19,8 +19,8 @@ from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2.shards import local_of
 from fsdp_compile.optim.clip import clip_grad_norm_
 from tests import long
-from tests.fsdp2.models import whole
 from tests.ranks import run_ranks
+from tests.two_sides import whole
 
 NORMS = (2.0, 1.0, 3.0, math.inf)
 WIDTH = 6

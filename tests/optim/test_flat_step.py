@@ -16,8 +16,9 @@ from fsdp_compile._torch.tensors import make_dtensor
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.optim.flat_step import ELEMENTWISE, flat_step
 from tests.fake_world import fake_world
-from tests.fsdp2.models import local, put_into_one_storage, sharded, train, whole
+from tests.fsdp2.models import local, put_into_one_storage, sharded, train
 from tests.ranks import run_ranks
+from tests.two_sides import whole
 
 STEPS = 4
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -26,8 +26,8 @@ from fsdp_compile.fsdp2.updates import refuse_whole_gradients
 from fsdp_compile.optim.step_in_backward import step_in_backward
 from tests.fake_world import fake_world
 from tests.models.kinds import WIDTH, Slim
-from tests.numerics.one_process.pair import loss_of
 from tests.ranks import run_ranks
+from tests.two_sides import loss_of
 
 MOMENTUM = functools.partial(optim.SGD, lr=0.1, momentum=0.9)
 Call = Callable[..., torch.Tensor]

@@ -20,8 +20,9 @@ from fsdp_compile.lower import region
 from tests import long
 from tests.fake_world import fake_world
 from tests.models.kinds import WIDTH, Checkpointed, Frozen, Stack, StackOfThree
-from tests.numerics.one_process.pair import batches, loss_of
+from tests.numerics.one_process.measure import batches
 from tests.ranks import run_ranks
+from tests.two_sides import loss_of
 
 ALIGNMENT_BYTES = 128
 

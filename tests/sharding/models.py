@@ -1,16 +1,16 @@
-"""Small models, and one loop that trains them with torch's FSDP2, with ours, or in one process."""
+"""Small models, trained with torch's FSDP2 and with ours, or in one process."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch.fully_shard import state_of
+from tests.two_sides import Run, WithFsdp2, Within, WithOneProcess, whole
 
 
 class Block(nn.Module):
@@ -59,39 +59,39 @@ def same_call(modules: Iterable[nn.Module]) -> list[list[nn.Module]]:
     return list(calls.values())
 
 
-def made(make: Callable[[], nn.Module] = Model, seed: int = 0) -> Any:
-    """A model of one seed on all ranks."""
-    torch.manual_seed(seed)
-    return make()
-
-
 def batch(step: int, rank: int | None = None) -> torch.Tensor:
     """The tokens of a rank in a step."""
     torch.manual_seed(100 * step + (dist.get_rank() if rank is None else rank))
     return torch.randint(0, 7, (2, 5))
 
 
-def train(model: nn.Module, steps: int = 3, batches: Callable[[int], torch.Tensor] = batch) -> list[torch.Tensor]:
-    """AdamW on the mean of all logits' squares; returns losses, then parameters in full."""
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01, foreach=False)
-    losses = []
-    for step in range(steps):
-        loss = model(batches(step)).float().square().mean()
-        loss.backward()
-        losses.append(loss.detach())
-        optimizer.step()
-        optimizer.zero_grad()
-    return [*losses, *full(model)]
+def _loss(call: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """The mean of all logits' squares."""
+    return call(tokens).float().square().mean()
+
+
+def _adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in parameters if p.requires_grad], lr=0.01, foreach=False)
+
+
+def train_alike(ours: nn.Module, theirs: nn.Module) -> None:
+    """Trains two sharded models, which must be equal to the bit."""
+    pair = WithFsdp2(iter((ours, theirs)).__next__, id, batch, _loss, optimizer=_adamw)
+    pair.train(steps=3)
+
+
+def train_near_one_process(model: nn.Module, reference: nn.Module, steps: int = 3, atol: float = 1e-5) -> None:
+    """Trains a sharded model beside its copy on the batches of all ranks."""
+    pair = WithOneProcess(
+        lambda: model, Run.UNSHARDED, loss=_loss, reference=reference, optimizer=_adamw, batch=world_batch, twice=False
+    )
+    bound = (1e-5, atol)
+    pair.train(steps=steps, within=Within(bound, bound, bound))
 
 
 def full(model: nn.Module) -> list[torch.Tensor]:
     """Parameters in full."""
     return [whole(p).detach().clone() for p in model.parameters()]
-
-
-def whole(tensor: Any) -> torch.Tensor:
-    """A DTensor in full, or any other tensor."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def world_batch(step: int) -> torch.Tensor:
@@ -102,9 +102,3 @@ def world_batch(step: int) -> torch.Tensor:
 def same(first: Iterable[torch.Tensor], second: Iterable[torch.Tensor]) -> bool:
     """Whether tensors are equal to the bit."""
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-def near_one_process(model: nn.Module, reference: nn.Module, steps: int = 3, atol: float = 1e-5) -> bool:
-    """Whether a sharded model trains like its copy on the batches of all ranks."""
-    sharded, alone = train(model, steps), train(reference, steps, world_batch)
-    return all(torch.allclose(a, b, atol=atol) for a, b in zip(sharded[steps:], alone[steps:], strict=True))

@@ -18,21 +18,16 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_compile import full_params, fully_shard
 from tests import long
-from tests.beside import Beside, Run, compile_eagerly
 from tests.fake_world import fake_world
-from tests.fsdp2.models import whole
 from tests.models.outlines import Odd, Small
 from tests.ranks import run_ranks
+from tests.two_sides import Run, WithOneProcess, adamw, compile_eagerly, whole
 
 Change = Callable[[Any], None]
 
 
 def _name(change: Change) -> str:
     return change.__name__.strip("_")
-
-
-def _adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2)
 
 
 def _momentum(parameters: Any) -> torch.optim.Optimizer:
@@ -86,13 +81,12 @@ KEEPING: list[Change] = [
 
 def _check_keeping(names: list[str], how: Run) -> None:
     for name in names:
-        pair = Beside(Small, how)
-        pair.optimize(_momentum)
-        pair.step()
+        pair = WithOneProcess(Small, how, optimizer=_momentum)
+        pair.train(steps=1)
         pair.change(globals()[name])
-        pair.step()
+        pair.train(steps=1)
         pair.change(_thaw_all)
-        pair.step()
+        pair.train(steps=1)
 
 
 @pytest.mark.core
@@ -104,14 +98,13 @@ def test_compiled_code_sees_changes(change: Change, how: Run) -> None:
 
 
 def _check_dtype() -> None:
-    pair = Beside(Odd, Run.SHARDED)
-    pair.optimize(_momentum)
-    pair.step(width=10)
+    pair = WithOneProcess(Odd, shape=10, optimizer=_momentum)
+    pair.train(steps=1)
     pair.change(_double)
     pair.optimizers.clear()
-    pair.optimize(_adamw)
-    pair.step(width=10, dtype=torch.float64)
-    pair.step(width=10, dtype=torch.float64)
+    pair.dtype = torch.float64
+    pair.optimize(adamw)
+    pair.train()
 
 
 def test_training_goes_on_in_another_dtype() -> None:
@@ -120,17 +113,15 @@ def test_training_goes_on_in_another_dtype() -> None:
 
 def _check_change_between_backward_and_step() -> None:
     """The optimizer steps on converted parameters; the step must reach the next forward."""
-    pair = Beside(Small, Run.SHARDED)
-    pair.optimize(_adamw)
-    pair.step()
+    pair = WithOneProcess(Small, optimizer=adamw)
+    pair.train(steps=1)
     pair.optimizers.clear()
     pair.backward()
     pair.change(_double)
-    pair.optimize(_adamw)
-    for optimizer in pair.optimizers[0]:
-        optimizer.step()
-        optimizer.zero_grad()
-    pair.step(dtype=torch.float64)
+    pair.optimize(adamw)
+    pair.update()
+    pair.dtype = torch.float64
+    pair.train(steps=1)
 
 
 @pytest.mark.long

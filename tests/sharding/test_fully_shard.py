@@ -25,7 +25,8 @@ from fsdp_compile._torch import fully_shard_calls as private
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.sharding.fully_shard import fully_shard
 from tests.ranks import run_ranks
-from tests.sharding.models import Block, Model, batch, full, made, near_one_process, same, same_call, train
+from tests.sharding.models import Block, Model, batch, full, same, same_call, train_alike, train_near_one_process
+from tests.two_sides import made
 
 
 def _names(model: nn.Module) -> list[str]:
@@ -45,34 +46,34 @@ def _by_hand(model: Any, **given: Any) -> Any:
     return model
 
 
-def _automatic(policy: MixedPrecisionPolicy, hand: MixedPrecisionPolicy) -> bool:
+def _automatic(policy: MixedPrecisionPolicy, hand: MixedPrecisionPolicy) -> None:
     ours, theirs = made(), made()
     assert fully_shard(ours, mp_policy=policy) is ours
     for part in (theirs.embed, *theirs.blocks, theirs.head):
         fsdp2(part, mp_policy=hand)
     fsdp2(theirs, mp_policy=policy)
     assert _names(ours) == _names(theirs)
-    return same(train(ours), train(theirs))
+    train_alike(ours, theirs)
 
 
 def test_automatic_units_train_as_torchs_by_hand() -> None:
-    assert run_ranks(_automatic, MixedPrecisionPolicy(), MixedPrecisionPolicy()) == [True, True]
+    run_ranks(_automatic, MixedPrecisionPolicy(), MixedPrecisionPolicy())
     low = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
     inside = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-    assert run_ranks(_automatic, low, inside) == [True, True]
+    run_ranks(_automatic, low, inside)
 
 
-def _one_process(**model: bool) -> bool:
-    return near_one_process(fully_shard(made(lambda: Model(**model))), made(lambda: Model(**model)))
+def _one_process(**model: bool) -> None:
+    train_near_one_process(fully_shard(made(lambda: Model(**model))), made(lambda: Model(**model)))
 
 
 @pytest.mark.parametrize("kind", ["plain", "tied", "scale"])
 def test_it_trains_as_one_process(kind: str) -> None:
     given = {} if kind == "plain" else {kind: True}
-    assert run_ranks(_one_process, **given) == [True, True]
+    run_ranks(_one_process, **given)
 
 
-def _bottom_up() -> bool:
+def _bottom_up() -> None:
     ours, theirs = made(), made()
     for block in ours.blocks:
         fully_shard(block)
@@ -86,27 +87,27 @@ def _bottom_up() -> bool:
         fully_shard(ours)
     with pytest.raises(AssertionError, match="can only be applied to a module once"):
         fully_shard(ours.blocks[0])
-    return same(train(ours), train(theirs))
+    train_alike(ours, theirs)
 
 
 def test_calls_bottom_up_are_one_unit_each() -> None:
-    assert run_ranks(_bottom_up) == [True, True]
+    run_ranks(_bottom_up)
 
 
-def _with_torchs() -> bool:
+def _with_torchs() -> None:
     ours, theirs = made(), _by_hand(made())
     for part in (ours.embed, *ours.blocks, ours.head):
         fsdp2(part)
     fully_shard(ours)
     assert _names(ours) == _names(theirs)
-    return same(train(ours), train(theirs))
+    train_alike(ours, theirs)
 
 
 def test_modules_that_torchs_was_called_on_are_left_alone() -> None:
-    assert run_ranks(_with_torchs) == [True, True]
+    run_ranks(_with_torchs)
 
 
-def _list() -> bool:
+def _list() -> None:
     ours, theirs = made(), made()
     listed = [ours.norm, ours.head]
     assert fully_shard(listed) is listed
@@ -114,11 +115,11 @@ def _list() -> bool:
     fsdp2([theirs.norm, theirs.head])
     fsdp2(theirs)
     assert _calls(ours) == [[""], ["norm", "head"]]
-    return same(train(ours), train(theirs))
+    train_alike(ours, theirs)
 
 
 def test_a_list_of_modules_is_one_unit() -> None:
-    assert run_ranks(_list) == [True, True]
+    run_ranks(_list)
 
 
 def test_wrong_arguments_are_refused(fake_world: Callable[..., Any]) -> None:
@@ -151,7 +152,7 @@ def test_wrong_arguments_are_refused(fake_world: Callable[..., Any]) -> None:
         assert not isinstance(first.weight, DTensor)
 
 
-def _tied() -> bool:
+def _tied() -> None:
     ours, theirs = made(lambda: Model(tied=True)), made(lambda: Model(tied=True))
     fully_shard(ours)
     assert ["embed", "head"] in _calls(ours)
@@ -159,11 +160,12 @@ def _tied() -> bool:
         fsdp2(block)
     fsdp2([theirs.embed, theirs.head])
     fsdp2(theirs)
-    return same(train(ours), train(theirs)) and ours.embed.weight is ours.head.weight
+    train_alike(ours, theirs)
+    assert ours.embed.weight is ours.head.weight
 
 
 def test_units_that_share_a_parameter_become_one() -> None:
-    assert run_ranks(_tied) == [True, True]
+    run_ranks(_tied)
 
 
 def test_a_parameter_that_the_rest_of_the_model_has_too_is_of_the_rest(fake_world: Callable[..., Any]) -> None:
@@ -196,9 +198,10 @@ class _TwoDtypes(nn.Module):
         return self.high(x) + self.low(x.bfloat16()).float()
 
 
-def _two_dtypes() -> tuple[bool, int]:
+def _two_dtypes() -> int:
     model = fully_shard(made(_TwoDtypes))
-    return near_one_process(model, made(_TwoDtypes), atol=0.02), len(fsdp2.state(model)._fsdp_param_groups)  # type: ignore[attr-defined]
+    train_near_one_process(model, made(_TwoDtypes), atol=0.02)
+    return len(fsdp2.state(model)._fsdp_param_groups)  # type: ignore[attr-defined]
 
 
 def test_a_second_dtype_is_a_second_group() -> None:
@@ -255,19 +258,19 @@ def test_strategies_are_meshes_and_reshard_after_forward(
             assert group._reshard_after_forward is reshards
 
 
-def _strategy(strategy: ShardingStrategy) -> bool:
-    return near_one_process(fully_shard(made(), sharding_strategy=strategy), made())
+def _strategy(strategy: ShardingStrategy) -> None:
+    train_near_one_process(fully_shard(made(), sharding_strategy=strategy), made())
 
 
 @pytest.mark.parametrize("strategy", [ShardingStrategy.NO_SHARD, ShardingStrategy.SHARD_GRAD_OP])
 def test_strategies_train_as_one_process(strategy: ShardingStrategy) -> None:
-    assert run_ranks(_strategy, strategy) == [True, True]
+    run_ranks(_strategy, strategy)
 
 
-def _hybrid() -> bool:
+def _hybrid() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     ours = fully_shard(made(), mesh=mesh, reshard_after_forward=True)
-    return same(train(ours), train(_by_hand(made(), mesh=mesh, reshard_after_forward=True)))
+    train_alike(ours, _by_hand(made(), mesh=mesh, reshard_after_forward=True))
 
 
 @pytest.mark.parametrize("reshard", [True, False, 1, 2, "auto", None])
@@ -282,7 +285,7 @@ def test_reshard_after_forward_is_torchs(fake_world: Callable[..., Any], reshard
 
 
 def test_hybrid_sharding_trains_as_torchs() -> None:
-    assert run_ranks(_hybrid, world_size=4) == [True] * 4
+    run_ranks(_hybrid, world_size=4)
 
 
 def test_wrap_policies_choose_units_and_override(fake_world: Callable[..., Any]) -> None:
@@ -309,14 +312,14 @@ def test_wrap_policies_choose_units_and_override(fake_world: Callable[..., Any])
         assert inner._fsdp_param_groups[0].post_forward_mesh_info is None
 
 
-def _offload(policy: Any) -> bool:
+def _offload(policy: Any) -> None:
     ours = fully_shard(made(), offload_policy=policy)
     theirs = _by_hand(made(), offload_policy=CPUOffloadPolicy(pin_memory=False))
-    return same(train(ours), train(theirs))
+    train_alike(ours, theirs)
 
 
 def test_offload_is_torchs() -> None:
-    assert run_ranks(_offload, CPUOffloadPolicy(pin_memory=False)) == [True, True]
+    run_ranks(_offload, CPUOffloadPolicy(pin_memory=False))
 
 
 def _ignored() -> bool:
@@ -335,17 +338,17 @@ def test_ignored_parameters_are_neither_sharded_nor_averaged() -> None:
     assert run_ranks(_ignored) == [True, True]
 
 
-def _separate() -> bool:
+def _separate() -> None:
     ours, theirs = fully_shard(made(), separate_reduce_group=True), _by_hand(made())
     groups = [g for m in ours.modules() if isinstance(m, FSDPModule) for g in fsdp2.state(m)._fsdp_param_groups]  # type: ignore[attr-defined]
     separate = {group.mesh_info.reduce_scatter_process_group for group in groups}
     assert len(separate) == 1
     assert None not in separate
-    return same(train(ours), train(theirs))
+    train_alike(ours, theirs)
 
 
 def test_reductions_may_have_a_group_of_their_own() -> None:
-    assert run_ranks(_separate) == [True, True]
+    run_ranks(_separate)
 
 
 def _device(device: Any) -> bool:

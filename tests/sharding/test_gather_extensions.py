@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 
 import fsdp_compile
 from fsdp_compile import FSDPCompileError, fully_shard
-from tests.beside import compile_eagerly
 from tests.models.extended import Half, Layers, Wrapped
 from tests.ranks import run_ranks
+from tests.two_sides import compile_eagerly
 
 
 def _sharded(kind: type[Wrapped] | None = Half, **arguments: Any) -> Layers:

@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import ConfigError, fully_shard, materialize, units
-from tests.beside import close, compile_eagerly, loss_of
 from tests.ranks import run_ranks
+from tests.two_sides import close, compile_eagerly, loss_of
 
 
 class Mixed(nn.Module):

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import fsdp_compile
 from fsdp_compile import ConfigError, fully_shard
-from tests.beside import compile_eagerly
 from tests.models.spmd import WIDTH, Spmd
 from tests.ranks import run_ranks
+from tests.two_sides import compile_eagerly
 
 Dims: Any = getattr(torch.distributed.fsdp, "DataParallelMeshDims", None)
 Result: Any = getattr(_fsdp_common, "ShardPlacementResult", None)

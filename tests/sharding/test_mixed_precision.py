@@ -22,10 +22,10 @@ from fsdp_compile import ConfigError, MixedPrecision, backend, fully_shard, mate
 from fsdp_compile.config.policy import as_mixed_precision, as_offload
 from fsdp_compile.fsdp2.take_over import cast
 from fsdp_compile.ir.graph import Role, StepGraph
-from tests.beside import compile_eagerly
 from tests.fake_world import fake_world
 from tests.models.kinds import WIDTH
 from tests.ranks import run_ranks
+from tests.two_sides import compile_eagerly
 
 BF16 = torch.bfloat16
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import functools
 from typing import Any
 
 import pytest
@@ -11,14 +11,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor
 
 import fsdp_compile
 from fsdp_compile import fully_shard
 from fsdp_compile.config.policy import as_offload
-from tests.beside import compile_eagerly
 from tests.models.kinds import Stack
 from tests.ranks import run_ranks
+from tests.two_sides import WithOneProcess, compare_gradients
 
 
 def test_policies_of_both_fsdps_are_understood() -> None:
@@ -30,20 +29,14 @@ def test_policies_of_both_fsdps_are_understood() -> None:
 
 
 def _accumulated() -> None:
-    torch.manual_seed(0)
-    model = nn.Linear(8, 4, bias=False)
-    reference = copy.deepcopy(model)
-    fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
-    compiled = compile_eagerly(model)
-    world, rank = dist.get_world_size(), dist.get_rank()
-    for step in range(2):  # FSDP1 keeps the last gradient only
-        batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
-        compiled(batch.chunk(world)[rank]).square().mean().backward()
-        reference(batch).square().mean().backward()
-    assert isinstance(model.weight.grad, DTensor)
-    torch.testing.assert_close(model.weight.grad.full_tensor(), reference.weight.grad)
+    shard = functools.partial(fully_shard, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    pair = WithOneProcess(lambda: nn.Linear(8, 4, bias=False), shard=shard, shape=8, twice=False)
+    for _ in range(2):  # FSDP1 keeps the last gradient only
+        pair.backward()
+    compare_gradients(*pair, (1.3e-6, 1e-5))
+    model = pair.model
     norm = fsdp_compile.clip_grad_norm_(model, 1e9)
-    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(reference.parameters(), 1e9))
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(pair.reference.parameters(), 1e9))
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.step()
     state: list[Any] = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]

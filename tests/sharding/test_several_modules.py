@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
@@ -17,8 +16,8 @@ from torch.distributed.tensor import DTensor
 import fsdp_compile
 from fsdp_compile import ConfigError, fully_shard, units
 from tests import long
-from tests.beside import close, compile_eagerly
 from tests.ranks import run_ranks
+from tests.two_sides import Run, WithOneProcess, close
 
 
 class _Headed(nn.Module):
@@ -84,34 +83,27 @@ def test_wrong_lists_are_refused(fake_world: Callable[..., Any]) -> None:
         assert type(second) is nn.Linear
 
 
-def _check(*, compiled: bool) -> None:
-    torch.manual_seed(0)
-    model: Any = _Headed()
-    reference = copy.deepcopy(model)
+def _shard(model: Any) -> None:
     fully_shard([model.norm, model.head])
     fully_shard(model)  # FSDP2 wants one outermost module
-    optimizers = [torch.optim.Adam(m.parameters(), lr=0.05, eps=1e-3) for m in (model, reference)]
-    run = compile_eagerly(model) if compiled else model
-    for step in range(3):
-        batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
-        mine = batch.chunk(2)[dist.get_rank()]
+
+
+def _check(*, compiled: bool) -> None:
+    how = Run.SHARDED if compiled else Run.EAGER
+    adam = functools.partial(torch.optim.Adam, lr=0.05, eps=1e-3)
+    pair = WithOneProcess(_Headed, how, _shard, optimizer=adam, twice=False)
+    for _ in range(3):
         # As a chunked loss: the head is called by itself for each part of the rows.
-        hidden, theirs = run(mine, hidden=True), reference(batch, hidden=True)
-        sum(model.head(chunk).square().sum() for chunk in hidden.chunk(2)).backward()
-        (reference.head(theirs).square().sum() / 2).backward()
-        run(mine).square().mean().backward()
-        reference(batch).square().mean().backward()
-        for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
-            assert isinstance(parameter.grad, DTensor)
-            close(parameter.grad.full_tensor(), expected.grad, name)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    state = {name: value.full_tensor() for name, value in model.state_dict().items()}
-    for name, value in reference.state_dict().items():
+        mine, batch = pair.next_batch()
+        hidden, theirs = pair.call(mine, hidden=True), pair.reference(batch, hidden=True)
+        sum(pair.model.head(chunk).square().sum() for chunk in hidden.chunk(2)).backward()
+        (pair.reference.head(theirs).square().sum() / 2).backward()
+        pair.train(steps=1)
+    state = {name: value.full_tensor() for name, value in pair.model.state_dict().items()}
+    for name, value in pair.reference.state_dict().items():
         close(state[name], value, name)
-    with fsdp_compile.full_params(model.head, recurse=False):  # the unit's, where the module has them
-        close(model.head.weight, reference.head.weight, "full")
+    with fsdp_compile.full_params(pair.model.head, recurse=False):  # the unit's, where the module has them
+        close(pair.model.head.weight, pair.reference.head.weight, "full")
 
 
 @long.parametrize("compiled", [False, True], always=[True])

@@ -24,9 +24,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import fsdp_compile
 from fsdp_compile import EMA, fully_shard
-from tests.beside import compile_eagerly
 from tests.models.tensor_parallel import VOCABULARY, Llama, split
 from tests.ranks import run_ranks
+from tests.two_sides import compile_eagerly, whole
 
 
 def _world(*shape: int) -> DeviceMesh:
@@ -66,13 +66,8 @@ def _trained(model: nn.Module, steps: int = 2) -> tuple[nn.Module, torch.optim.O
     return model, optimizer
 
 
-def _whole(parameter: torch.Tensor) -> torch.Tensor:
-    value = parameter.detach()
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
 def _values(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: _whole(parameter) for name, parameter in model.named_parameters()}
+    return {name: whole(parameter.detach()) for name, parameter in model.named_parameters()}
 
 
 def _assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -266,7 +261,7 @@ def _by_hand() -> None:
     plain(x).square().mean().backward()
     model(given).full_tensor().square().mean().backward()
     for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(_whole(found.grad), expected.grad)  # type: ignore[arg-type]
+        torch.testing.assert_close(whole(found.grad), expected.grad)  # type: ignore[arg-type]
     expected_norm = nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
     torch.testing.assert_close(fsdp_compile.clip_grad_norm_(model, 1e9), expected_norm)
 

@@ -19,7 +19,8 @@ from fsdp_compile.sharding import fully_shard as front
 from fsdp_compile.sharding.fully_shard import fully_shard
 from fsdp_compile.sharding.materialize import materialize
 from tests.ranks import run_ranks
-from tests.sharding.models import Block, Model, full, made, near_one_process, same, train
+from tests.sharding.models import Block, Model, full, same, train_alike, train_near_one_process
+from tests.two_sides import made
 
 
 class _Frequencies(nn.Module):
@@ -53,20 +54,21 @@ def _values(model: nn.Module) -> list[torch.Tensor]:
     return [*full(model), *(buffer.clone() for buffer in model.buffers())]
 
 
-def _sync(mesh: tuple[int, ...], *, on_meta: bool) -> bool:
+def _sync(mesh: tuple[int, ...], *, on_meta: bool) -> None:
     rank, names = dist.get_rank(), ("replicas", "shards")[2 - len(mesh) :]
     with torch.device("meta" if on_meta and rank else "cpu"):
         model = made(_Module, seed=rank)
     if not on_meta:
         model.running += rank
     fully_shard(model, sync_module_states=True, mesh=init_device_mesh("cpu", mesh, mesh_dim_names=names))
-    return same(_values(model), _values(made(_Module))) and near_one_process(model, made(_Module), 1)
+    assert same(_values(model), _values(made(_Module)))
+    train_near_one_process(model, made(_Module), 1)
 
 
 @pytest.mark.parametrize("on_meta", [False, True])
 def test_the_first_ranks_values_are_sent(*, on_meta: bool) -> None:
-    assert run_ranks(_sync, (2,), on_meta=on_meta) == [True] * 2
-    assert run_ranks(_sync, (2, 2), on_meta=on_meta, world_size=4) == [True] * 4
+    run_ranks(_sync, (2,), on_meta=on_meta)
+    run_ranks(_sync, (2, 2), on_meta=on_meta, world_size=4)
 
 
 def _sync_ignored() -> bool:
@@ -106,7 +108,7 @@ def _to_empty(module: nn.Module) -> None:
         _reset(module)
 
 
-def _init(init: Callable[[nn.Module], None], *, seeds: int, tied: bool, offload: bool) -> bool:
+def _init(init: Callable[[nn.Module], None], *, seeds: int, tied: bool, offload: bool) -> None:
     with torch.device("meta"):
         model = _Module(tied=tied)
     torch.manual_seed(7 + seeds * dist.get_rank())
@@ -116,16 +118,17 @@ def _init(init: Callable[[nn.Module], None], *, seeds: int, tied: bool, offload:
     torch.manual_seed(7)
     alone.apply(_reset)
     assert not tied or model.head.weight is model.embed.weight
-    return same(_values(model), _values(alone)) and near_one_process(model, alone, 1)
+    assert same(_values(model), _values(alone))
+    train_near_one_process(model, alone, 1)
 
 
 @pytest.mark.parametrize("init", [_reset, _to_empty])
 def test_param_init_fn_gives_what_one_process_has(init: Any) -> None:
-    assert run_ranks(_init, init, seeds=0, tied=False, offload=False) == [True, True]
+    run_ranks(_init, init, seeds=0, tied=False, offload=False)
 
 
 def test_the_first_ranks_initialization_counts() -> None:
-    assert run_ranks(_init, _reset, seeds=1, tied=True, offload=True) == [True, True]
+    run_ranks(_init, _reset, seeds=1, tied=True, offload=True)
 
 
 def _later() -> bool:
@@ -206,7 +209,7 @@ def test_initializations_that_leave_something_are_refused(fake_world: Callable[.
             materialize(fully_shard(bare))
 
 
-def _trains_after_init() -> bool:
+def _trains_after_init() -> None:
     with torch.device("meta"):
         model = _Module()
     torch.manual_seed(7)
@@ -214,11 +217,11 @@ def _trains_after_init() -> bool:
     other = _Module()
     torch.manual_seed(7)
     other.apply(_reset)
-    return same(train(model), train(fully_shard(other)))
+    train_alike(model, fully_shard(other))
 
 
 def test_it_trains_as_a_model_that_was_never_on_meta() -> None:
-    assert run_ranks(_trains_after_init) == [True, True]
+    run_ranks(_trains_after_init)
 
 
 def _in_memory() -> list[nn.Parameter]:

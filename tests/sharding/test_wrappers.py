@@ -21,9 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 import fsdp_compile
 from fsdp_compile import ConfigError, fully_shard
 from tests import long
-from tests.beside import close, compile_eagerly
 from tests.models.kinds import WIDTH, Block, Stack
 from tests.ranks import run_ranks
+from tests.two_sides import close, compile_eagerly
 
 Call = Callable[[torch.Tensor], torch.Tensor]
 

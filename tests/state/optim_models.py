@@ -11,9 +11,9 @@ from torch import nn, optim
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import flat_step, full_tensors, fully_shard, step_in_backward, whole_step
-from tests.beside import compile_eagerly
 from tests.fsdp2.models import mesh_of
 from tests.models.outlines import MixedKinds
+from tests.two_sides import compile_eagerly, whole
 
 OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
     "AdamW": lambda groups: optim.AdamW(groups, lr=0.05, amsgrad=True),
@@ -69,10 +69,6 @@ def train(model: nn.Module, optimizer: optim.Optimizer, steps: int = 2) -> None:
         called(batch).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-def whole(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def all_values(model: Any, optimizer: optim.Optimizer) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from fsdp_compile import fully_shard
 from tests import long
-from tests.beside import compile_eagerly
 from tests.ranks import run_ranks
+from tests.two_sides import compile_eagerly
 
 
 class Average(enum.Enum):

@@ -21,8 +21,9 @@ from fsdp_compile import MixedPrecision
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.state.ema import EMA
 from fsdp_compile.state.full_params import full_params
-from tests.fsdp2.models import assert_same, batch, made, sharded, whole
+from tests.fsdp2.models import assert_same, batch, made, sharded
 from tests.ranks import run_ranks
+from tests.two_sides import whole
 
 DECAY = 0.8
 

@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.state.full_params import full_params
-from tests.fsdp2.models import batch, made, sharded, whole
+from tests.fsdp2.models import batch, made, sharded
 from tests.ranks import run_ranks
+from tests.two_sides import whole
 
 
 def _pair(shape: tuple[int, ...] = (2,)) -> tuple[Any, Any]:

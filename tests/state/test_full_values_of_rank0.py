@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from fsdp_compile import fully_shard, materialize
-from tests.beside import compile_eagerly
 from tests.fsdp2.models import mesh_of
 from tests.models.meta import full_state, on_meta
 from tests.ranks import run_ranks
+from tests.two_sides import compile_eagerly
 
 
 def _made() -> Any:

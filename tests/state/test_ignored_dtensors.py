@@ -15,8 +15,9 @@ from fsdp_compile import (
     optim_state_dict,
     optim_state_dict_to_load,
 )
-from tests.fsdp2.models import mesh_of, whole
+from tests.fsdp2.models import mesh_of
 from tests.ranks import run_ranks
+from tests.two_sides import whole
 
 
 def _made(seed: int) -> Any:

@@ -30,8 +30,8 @@ from fsdp_compile import (
     rekey_optim_state_dict,
     units,
 )
-from tests.beside import compile_eagerly
 from tests.ranks import run_ranks
+from tests.two_sides import compile_eagerly
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from fsdp_compile import full_tensors, optim_state_dict
-from tests.beside import compile_eagerly
 from tests.ranks import run_ranks
-from tests.state.optim_models import assert_same, kinds, optimizer_of, sharded, train, whole
+from tests.state.optim_models import assert_same, kinds, optimizer_of, sharded, train
+from tests.two_sides import compile_eagerly, whole
 
 State = dict[str, Any]
 

@@ -31,8 +31,9 @@ from fsdp_compile.state import fsdp1_optim_state
 from fsdp_compile.state.fsdp1_optim_state import rekey_optim_state_dict
 from fsdp_compile.state.optim_state import optim_state_dict, optim_state_dict_to_load
 from tests import long
-from tests.fsdp2.models import assert_same, batch, local, made, sharded, train, whole
+from tests.fsdp2.models import assert_same, batch, local, made, sharded, train
 from tests.ranks import run_ranks
+from tests.two_sides import whole
 
 NAMES, NUMBERS = OptimStateKeyType.PARAM_NAME, OptimStateKeyType.PARAM_ID
 RANK_0 = FullOptimStateDictConfig(rank0_only=True)

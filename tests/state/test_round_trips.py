@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn, optim
+from torch import optim
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -24,11 +24,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile import flat_step, full_tensors, fully_shard, whole_step
+from fsdp_compile import flat_step, fully_shard, whole_step
 from tests import long
-from tests.beside import compile_eagerly
 from tests.models.outlines import MixedKinds
 from tests.ranks import run_ranks
+from tests.state.optim_models import all_values, assert_same, train
 
 OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
     "AdamW": lambda groups: optim.AdamW(groups, lr=0.05, amsgrad=True),
@@ -56,48 +56,11 @@ def _optimizer(model: Any, name: str) -> optim.Optimizer:
     return OPTIMIZERS[name]([{"params": first, "lr": 0.01}, {"params": others}])
 
 
-def _train(model: nn.Module, optimizer: optim.Optimizer, steps: int) -> None:
-    compiled = compile_eagerly(model)
-    for seed in range(steps):
-        batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
-        compiled(batch).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def _trained(name: str) -> tuple[Any, optim.Optimizer]:
     model = fully_shard(_model())
     optimizer = _optimizer(model, name)
-    _train(model, optimizer, 2)
+    train(model, optimizer, 2)
     return model, optimizer
-
-
-def _whole(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def _all_values(model: Any, optimizer: optim.Optimizer) -> dict[str, Any]:
-    """Every value of model and optimizer, full, by name."""
-    names = {p: name for name, p in model.named_parameters()}
-    found: dict[str, Any] = {f"model {name}": value.clone() for name, value in full_tensors(model)}
-    for parameter, state in optimizer.state.items():
-        for key, value in state.items():
-            found[f"{key} of {names[parameter]}"] = copy.deepcopy(_whole(value))
-    for number, group in enumerate(optimizer.param_groups):
-        # torch makes lists of tuples.
-        settings = {k: list(v) if isinstance(v, tuple) else v for k, v in group.items() if k != "params"}
-        found |= {f"group {number}": (settings, [names[p] for p in group["params"]])}
-    return found
-
-
-def _assert_same(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
-    assert mine.keys() == theirs.keys()
-    for name, value in theirs.items():
-        if isinstance(value, torch.Tensor):
-            assert mine[name].dtype == value.dtype, name
-            assert torch.equal(mine[name], value), name
-        else:
-            assert mine[name] == value, (name, mine[name], value)
 
 
 def _assert_in_place(model: Any, optimizer: optim.Optimizer) -> None:
@@ -110,7 +73,7 @@ def _assert_in_place(model: Any, optimizer: optim.Optimizer) -> None:
 
 def _check(name: str, kind: str) -> None:
     model, optimizer = _trained(name)
-    expected = _all_values(model, optimizer)
+    expected = all_values(model, optimizer)
     options = OPTIONS[kind]
     states = get_state_dict(model, optimizer, options=options)
     is_of_rank_0 = kind == "full, of rank 0"
@@ -123,11 +86,11 @@ def _check(name: str, kind: str) -> None:
     # One by one: torch's `set_state_dict` waits for ever where other ranks have no model state.
     set_model_state_dict(resumed, states[0], options=options)
     set_optimizer_state_dict(resumed, resumed_optimizer, states[1], options=options)
-    _assert_same(_all_values(resumed, resumed_optimizer), expected)
+    assert_same(all_values(resumed, resumed_optimizer), expected)
     for each, own in ((model, optimizer), (resumed, resumed_optimizer)):
-        _train(each, own, 2)
+        train(each, own, 2)
     _assert_in_place(resumed, resumed_optimizer)
-    _assert_same(_all_values(resumed, resumed_optimizer), _all_values(model, optimizer))
+    assert_same(all_values(resumed, resumed_optimizer), all_values(model, optimizer))
 
 
 @long.parametrize("kind", OPTIONS, always=["full, of rank 0"])
@@ -138,11 +101,11 @@ def test_states_come_back_bit_for_bit(name: str, kind: str) -> None:
 
 def _save(name: str, folder: Path) -> dict[str, Any]:
     model, optimizer = _trained(name)
-    expected = _all_values(model, optimizer)
+    expected = all_values(model, optimizer)
     states = get_state_dict(model, optimizer)
     dcp.save({"model": states[0], "optimizer": states[1]}, checkpoint_id=folder)
-    _train(model, optimizer, 1)
-    return {"saved": expected, "next": _all_values(model, optimizer)}
+    train(model, optimizer, 1)
+    return {"saved": expected, "next": all_values(model, optimizer)}
 
 
 def _load(name: str, folder: Path, expected: dict[str, Any]) -> None:
@@ -151,10 +114,10 @@ def _load(name: str, folder: Path, expected: dict[str, Any]) -> None:
     states: dict[str, Any] = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     dcp.load(states, checkpoint_id=folder)
     set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
-    _assert_same(_all_values(model, optimizer), expected["saved"])
-    _train(model, optimizer, 1)
+    assert_same(all_values(model, optimizer), expected["saved"])
+    train(model, optimizer, 1)
     _assert_in_place(model, optimizer)
-    for key, value in _all_values(model, optimizer).items():
+    for key, value in all_values(model, optimizer).items():
         if isinstance(value, torch.Tensor):
             bound = 2e-2 if value.dtype is torch.bfloat16 else 1e-5
             torch.testing.assert_close(value, expected["next"][key], rtol=bound, atol=bound, msg=key)

@@ -19,10 +19,10 @@ from fsdp_compile.ops.host_copy import WAIT_COPY
 from tests import long
 from tests.delayed_copies import ON_SUCH_A_HOST, host_apart
 from tests.models.kinds import WIDTH, Slim
-from tests.numerics.one_process.pair import loss_of
 from tests.numerics.one_process.strategies import STRATEGIES
 from tests.ranks import run_ranks
 from tests.streams.model import StreamError, StreamInterpreter, StreamModel
+from tests.two_sides import loss_of
 
 _C10D = torch.ops._c10d_functional
 _GATHER = _C10D.all_gather_into_tensor_coalesced.default

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor, Shard
 
 import fsdp_compile
@@ -20,6 +21,7 @@ from fsdp_compile.passes.hide_own_collectives import HideOwnCollectives, HidePla
 from tests import long
 from tests.models.tensor_parallel import VOCABULARY, Llama, split
 from tests.ranks import run_ranks
+from tests.two_sides import BITS, WithFsdp2, Within, close
 
 STEPS = 2
 
@@ -66,62 +68,56 @@ CASES = {
 }
 
 
-def _trained(case: _Case, fully_shard: Any, lower: str | None) -> list[torch.Tensor]:
-    """Losses, norms, parameters and gradients of this rank; layouts are compared, too."""
-    torch._dynamo.reset()
+ROUNDED = Within((1e-3, 1e-5), (1e-3, 1e-5), (1e-3, 1e-5))
+
+
+def _pair(name: str, ours: Any) -> WithFsdp2:
+    """FSDP2 on one side, and what `ours` has sharded on the other."""
+    case = CASES[name]
     names = ("dp", "tp") if len(case.mesh) == 2 else ("replicate", "dp", "tp")
+    # One mesh: DTensor's caches give equal ones for each other, and FSDP2 wants the very one.
     world = init_device_mesh("cpu", case.mesh, mesh_dim_names=names)
     mesh = world["dp"] if len(case.mesh) == 2 else world["replicate", "dp"]
-    torch.manual_seed(0)
-    model = split(Llama(case.layers, case.hidden), world["tp"], sequence=case.sequence)
-    for module in (*model.layers, model):
-        fully_shard(module, mesh=mesh, **case.arguments)
-    call = model if lower is None else torch.compile(model, backend="fsdp", options={"lower": lower})
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
     place = dist.get_rank() // world["tp"].size()  # ranks that split a model see one batch
-    found = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for i in range(case.micro_batches):
-            if case.micro_batches > 1:
-                model.set_requires_gradient_sync(i == case.micro_batches - 1)  # type: ignore[operator]
-            seed = torch.Generator().manual_seed(1000 * step + 10 * i + place)
-            loss = call(torch.randint(0, VOCABULARY, (2, 8), generator=seed))
-            loss.backward()
-            found.append(loss.detach())
+
+    def shard(model: Any, fully_shard: Any = fsdp2) -> None:
+        for module in (*model.layers, model):
+            fully_shard(module, mesh=mesh, **case.arguments)
+
+    def batch(step: int) -> torch.Tensor:
+        return torch.randint(0, VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(10 * step + place))
+
+    return WithFsdp2(
+        lambda: split(Llama(case.layers, case.hidden), world["tp"], sequence=case.sequence),
+        shard,
+        batch,
+        lambda call, tokens: call(tokens),
+        ours=lambda model: shard(model, ours),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3),
+    )
+
+
+def _clipped(name: str, within: Within, lower: str = "eager") -> None:
+    pair = _pair(name, fsdp_compile.fully_shard)
+    call = pair.compiled(fullgraph=False, lower=lower)
+    for _ in range(STEPS):
+        pair.accumulate(*[call] * CASES[name].micro_batches, within=within)
         # torch's own does not mix the meshes of split and whole parameters.
-        found.append(fsdp_compile.clip_grad_norm_(model, 1.0))
-        optimizer.step()
-    parameters: list[Any] = list(model.parameters())
-    layout = [(p.device_mesh.mesh_dim_names, p.placements, p.shape) for p in parameters]
-    found.append(torch.tensor(list(str(layout).encode())))
-    return [*found, *(part.to_local() for p in parameters for part in (p.detach(), p.grad))]
-
-
-def _differences(name: str, lower: str | None) -> list[int]:
-    """The places of what is not FSDP2's, bit for bit."""
-    ours = _trained(CASES[name], fsdp_compile.fully_shard, lower)
-    theirs = _trained(CASES[name], torch.distributed.fsdp.fully_shard, None)
-    assert len(ours) == len(theirs)
-    return [i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if not torch.equal(a, b)]
-
-
-def _check_close(name: str) -> None:
-    ours = _trained(CASES[name], fsdp_compile.fully_shard, "inductor")
-    theirs = _trained(CASES[name], torch.distributed.fsdp.fully_shard, None)
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+        norms = [fsdp_compile.clip_grad_norm_(model, 1.0) for model in pair]
+        close(*norms, "norm", within.loss)
+        pair.update()
+        pair.compare_parameters(within)
 
 
 @pytest.mark.long
 @pytest.mark.inductor
 @pytest.mark.parametrize("name", ["two layers", "uneven rows"])
 def test_inductor(name: str) -> None:
-    run_ranks(_check_close, name, world_size=4, timeout_s=500)
+    run_ranks(_clipped, name, ROUNDED, "inductor", world_size=4, timeout_s=500)
 
 
-def _compiled_differences(name: str) -> tuple[list[int], bool]:
-    """The same, and whether the order of a backward was changed to hide collectives of tensor parallelism."""
+def _hidden(name: str) -> bool:
+    """Whether the order of a backward was changed to hide collectives of tensor parallelism."""
     orders: list[int] = []
     apply = HideOwnCollectives.apply
 
@@ -130,11 +126,32 @@ def _compiled_differences(name: str) -> tuple[list[int], bool]:
         apply(self, step, plan)
 
     with mock.patch.object(HideOwnCollectives, "apply", noted):
-        return _differences(name, "eager"), any(orders)
+        _clipped(name, BITS)
+    return any(orders)
 
 
 @pytest.mark.core
 @long.parametrize("name", CASES, always=["split tokens, bf16"])
 def test_compiled(name: str) -> None:
     is_split = CASES[name].mesh[-1] > 1
-    assert run_ranks(_compiled_differences, name, world_size=4, timeout_s=500) == [([], is_split)] * 4
+    assert run_ranks(_hidden, name, world_size=4, timeout_s=500) == [is_split] * 4
+
+
+def _under_fsdp2(name: str, compiled: tuple[bool, ...]) -> None:
+    """Torch's `fully_shard` on both sides; `compiled` says it of each microbatch."""
+    pair = _pair(name, fsdp2)
+    call = pair.compiled()
+    pair.train(*(call if each else pair.model for each in compiled), steps=STEPS)
+
+
+@long.parametrize("name", CASES, always=["split tokens, bf16", "the other dimension", "accumulated"])
+def test_under_torchs_fully_shard(name: str) -> None:
+    run_ranks(_under_fsdp2, name, (True,) * CASES[name].micro_batches, world_size=4)
+
+
+def test_after_an_uncompiled_microbatch() -> None:
+    run_ranks(_under_fsdp2, "accumulated", (False, True), world_size=4)
+
+
+def test_before_an_uncompiled_microbatch() -> None:
+    run_ranks(_under_fsdp2, "accumulated", (True, False), world_size=4)

@@ -2,56 +2,24 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import fully_shard, no_sync
 from tests.models.kinds import Slim
-from tests.numerics.one_process.pair import batches, loss_of
+from tests.numerics.one_process.measure import gradient_difference
 from tests.ranks import run_ranks
+from tests.two_sides import Run, WithOneProcess, sgd
 
 CLOSE = 1e-5
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
-@dataclasses.dataclass
-class Pair:
-    """A sharded compiled model, and a copy of it in one process."""
-
-    model: nn.Module
-    compiled: nn.Module
-    reference: nn.Module
-
-    def backward(self, batch: torch.Tensor) -> None:
-        """One microbatch on both."""
-        world, rank = dist.get_world_size(), dist.get_rank()
-        loss_of(self.compiled(batch.chunk(world)[rank])).backward()
-        loss_of(self.reference(batch)).backward()
-
-    def difference(self) -> float:
-        """The largest difference of gradients, relative to the largest element of each."""
-        worst = 0.0
-        for (name, p), q in zip(self.model.named_parameters(), self.reference.parameters(), strict=True):
-            assert (p.grad is None) == (q.grad is None), name
-            if q.grad is not None:
-                assert isinstance(p.grad, DTensor)
-                worst = max(worst, ((p.grad.full_tensor() - q.grad).abs().max() / q.grad.abs().max()).item())
-        return worst
-
-    def step(self) -> None:
-        """One step of plain gradient descent on both."""
-        for parameters in (self.model.parameters(), self.reference.parameters()):
-            torch.optim.SGD(parameters, lr=0.1).step()
-        self.model.zero_grad()
-        self.reference.zero_grad()
 
 
 STRATEGIES = ("full", "zero2")
@@ -61,17 +29,12 @@ STRATEGIES = ("full", "zero2")
 def make_pair(
     strategy: str = "full",
     make: Callable[[], nn.Module] = Slim,
+    how: Run = Run.SHARDED,
     *,
-    shard: bool = True,
     dynamic: bool | None = None,
-) -> Pair:
-    torch.manual_seed(0)
-    model = make()
-    reference = copy.deepcopy(model)
-    if shard:
-        fully_shard(model, reshard_after_forward=strategy != "zero2")
-    compiled = torch.compile(model, backend="fsdp", options={"lower": "eager"}, dynamic=dynamic)
-    return Pair(model, compiled, reference)  # type: ignore[arg-type]
+) -> WithOneProcess:
+    shard = functools.partial(fully_shard, reshard_after_forward=strategy != "zero2")
+    return WithOneProcess(make, how, shard, optimizer=sgd, shape=32, rows=4, twice=False, dynamic=dynamic)
 
 
 def gradients_are_none(model: nn.Module) -> bool:
@@ -99,18 +62,16 @@ def _graphs() -> int:
 
 def _no_sync(strategy: str) -> Held:
     pair = make_pair(strategy)
-    world = dist.get_world_size()
     found = Held()
-    for step in range(2):
+    for _ in range(2):
         compiled = _graphs()
-        first, second, last = batches(3, 4 * world, seed=step)
-        with no_sync(pair.compiled):
-            pair.backward(first)
-            pair.backward(second)
+        with no_sync(pair.call):
+            pair.backward()
+            pair.backward()
         found.none.append(gradients_are_none(pair.model))
-        pair.backward(last)
-        found.differences.append(pair.difference())
-        pair.step()
+        pair.backward()
+        found.differences.append(gradient_difference(*pair))
+        pair.update()
         found.recompiles = _graphs() - compiled
     return found
 
@@ -138,13 +99,12 @@ class ReadTwice(nn.Module):
 def _with_open_sizes() -> list[float]:
     pair = make_pair(make=ReadTwice, dynamic=True)
     found = []
-    for step in range(2):
-        first, last = batches(2, 4 * dist.get_world_size(), seed=step)
-        with no_sync(pair.compiled):
-            pair.backward(first)
-        pair.backward(last)
-        found.append(pair.difference())
-        pair.step()
+    for _ in range(2):
+        with no_sync(pair.call):
+            pair.backward()
+        pair.backward()
+        found.append(gradient_difference(*pair))
+        pair.update()
     return found
 
 
@@ -156,15 +116,14 @@ def test_accumulated_gradients_are_no_open_sizes() -> None:
 
 def _gradients_before_no_sync() -> tuple[bool, float]:
     pair = make_pair()
-    first, second, last = batches(3, 4 * dist.get_world_size())
-    pair.backward(first)
+    pair.backward()
     before = [p.grad.to_local().clone() for p in pair.model.parameters() if isinstance(p.grad, DTensor)]
-    with no_sync(pair.compiled):
-        pair.backward(second)
+    with no_sync(pair.call):
+        pair.backward()
     after = [p.grad.to_local() for p in pair.model.parameters() if isinstance(p.grad, DTensor)]
     kept = len(before) > 0 and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    pair.backward(last)
-    return kept, pair.difference()
+    pair.backward()
+    return kept, gradient_difference(*pair)
 
 
 def test_no_sync_leaves_gradients_as_they_were() -> None:

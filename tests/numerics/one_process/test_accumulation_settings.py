@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import copy
+import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,79 +22,62 @@ from fsdp_compile.ir.graph import Role
 from fsdp_compile.lower.compiled_regions import regions_of
 from tests import long
 from tests.models.kinds import Slim, Stack
-from tests.numerics.one_process.pair import batches, loss_of
-from tests.numerics.one_process.test_accumulation import CLOSE, Pair
+from tests.numerics.one_process.measure import batches, gradient_difference
+from tests.numerics.one_process.test_accumulation import CLOSE
 from tests.ranks import run_ranks
+from tests.two_sides import WithFsdp2, WithOneProcess, loss_of, sgd, share
 
 MIXED = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 HALF = MixedPrecisionPolicy(torch.float16, torch.float16)
 
 
 def _pair(
-    *,
-    make: Callable[[], nn.Module] = lambda: Slim(1),
-    options: dict[str, Any] | None = None,
-    **arguments: Any,
-) -> Pair:
+    *, make: Callable[[], nn.Module] = lambda: Slim(1), options: dict[str, Any] | None = None, **arguments: Any
+) -> WithOneProcess:
     torch._dynamo.reset()  # pairs share the code of a forward, of which Dynamo keeps eight graphs
-    torch.manual_seed(0)
-    model = make()
-    reference = copy.deepcopy(model)
-    fully_shard(model, **arguments)
-    given = {"lower": "eager", **(options or {})}
-    return Pair(model, torch.compile(model, backend="fsdp", options=given), reference)  # type: ignore[arg-type]
+    shard = functools.partial(fully_shard, **arguments)
+    return WithOneProcess(make, shard=shard, optimizer=sgd, shape=32, rows=4, twice=False, **(options or {}))
 
 
-def _train(pair: Pair, *, synchronizes: bool = False, steps: int = 1) -> float:
-    """Three microbatches a step, two of them in `no_sync` unless each synchronizes; the largest difference."""
-    worst = 0.0
-    for step in range(steps):
-        first, second, third = batches(3, 4 * dist.get_world_size(), seed=step)
-        if synchronizes:
-            pair.backward(first)
-            pair.backward(second)
-        else:
-            with no_sync(pair.compiled):
-                pair.backward(first)
-                pair.backward(second)
-        pair.backward(third)
-        worst = max(worst, pair.difference())
-        pair.step()
+def _train(pair: WithOneProcess, *, synchronizes: bool = False) -> float:
+    """Three microbatches, two of them in `no_sync` unless each synchronizes; the largest difference."""
+    with contextlib.nullcontext() if synchronizes else no_sync(pair.call):
+        pair.backward()
+        pair.backward()
+    pair.backward()
+    worst = gradient_difference(*pair)
+    pair.update()
     return worst
 
 
-def _as_fsdp2(policy: MixedPrecisionPolicy) -> list[float]:
-    """Differences of gradients from FSDP2's after one held, one partly held and one reduced microbatch."""
+def _as_fsdp2(policy: MixedPrecisionPolicy) -> None:
+    """Compares gradients with FSDP2's after one held, one partly held and one reduced microbatch."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    models: list[Any] = []
-    for shard in (fully_shard, fsdp2):
-        torch.manual_seed(0)
-        model: Any = Stack(1)
+
+    def shard(model: Any, fully_shard: Any = fsdp2) -> None:
         for part in (model.blocks[0], model):
-            shard(part, mesh=mesh, mp_policy=policy)
+            fully_shard(part, mesh=mesh, mp_policy=policy)
             if policy.reduce_dtype is not torch.float16:
                 part.set_force_sum_reduction_for_comms(True)  # gloo cannot divide for FSDP2
-        models.append(model)
-    trained: list[Any] = [torch.compile(models[0], backend="fsdp", options={"lower": "eager"}), models[1]]
-    first, second, third = (b.chunk(4)[dist.get_rank()] for b in batches(3, 16))
-    for each in trained:
-        each.set_requires_gradient_sync(False)
-        loss_of(each(first)).backward()
-        each.set_requires_gradient_sync(True)
-        each.set_requires_all_reduce(False)
-        loss_of(each(second)).backward()
-        each.set_requires_all_reduce(True)
-        loss_of(each(third)).backward()
-    pairs = zip(*(model.parameters() for model in models), strict=True)
-    return [(p.grad.full_tensor() - q.grad.full_tensor()).abs().max().item() for p, q in pairs]
+
+    data = [share(batch) for batch in batches(3, 16)]
+    pair = WithFsdp2(lambda: Stack(1), shard, data.__getitem__, ours=lambda model: shard(model, fully_shard))
+    pair.compiled(fullgraph=False)
+    pair.change(lambda model: model.set_requires_gradient_sync(False))
+    pair.backward()
+    pair.change(lambda model: model.set_requires_gradient_sync(True))
+    pair.change(lambda model: model.set_requires_all_reduce(False))
+    pair.backward()
+    pair.change(lambda model: model.set_requires_all_reduce(True))
+    pair.backward()
+    pair.compare_gradients()
 
 
 @pytest.mark.core
 @pytest.mark.long
 @long.parametrize("policy", [MIXED, HALF], always=[MIXED], ids=["bf16", "fp16"])
 def test_low_precision_accumulates_as_fsdp2_does_bit_by_bit(policy: MixedPrecisionPolicy) -> None:
-    for differences in run_ranks(_as_fsdp2, policy, world_size=4):
-        assert differences == [0.0] * len(differences)
+    run_ranks(_as_fsdp2, policy, world_size=4)
 
 
 def _near_overflow() -> tuple[float, list[float]]:
@@ -133,14 +117,13 @@ def _planned() -> float:
     """One microbatch that is held, one that is summed inside of shard groups, one that is summed over all ranks."""
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
     pair = _pair(options={"prefetch": "auto"}, mesh=mesh, reshard_after_forward=False)
-    first, second, third = batches(3, 4 * dist.get_world_size())
-    with no_sync(pair.compiled):
-        pair.backward(first)
-    pair.compiled.set_requires_all_reduce(False)  # type: ignore[operator]
-    pair.backward(second)
-    pair.compiled.set_requires_all_reduce(True)  # type: ignore[operator]
-    pair.backward(third)
-    return pair.difference()
+    with no_sync(pair.call):
+        pair.backward()
+    pair.call.set_requires_all_reduce(False)
+    pair.backward()
+    pair.call.set_requires_all_reduce(True)
+    pair.backward()
+    return gradient_difference(*pair)
 
 
 @pytest.mark.long
@@ -156,7 +139,7 @@ def _policy_changes() -> tuple[float, list[int]]:
     pair = _pair()
     gathers, worst = [], 0.0
     for frees in (True, False):
-        pair.compiled.set_reshard_after_forward(frees)  # type: ignore[operator]
+        pair.call.set_reshard_after_forward(frees)
         worst = max(worst, _train(pair, synchronizes=True))
         gathers.append(_collectives(pair.model, Role.GATHER))
     return max(worst, _train(pair)), gathers
@@ -193,15 +176,14 @@ def _hooked() -> tuple[float, list[int], int]:
     hook = Average()
     register_comm_hook(pair.model, hook)
     calls, worst = [], 0.0
-    for step in range(2):
-        first, second = batches(2, 4 * dist.get_world_size(), seed=step)
-        with no_sync(pair.compiled):
-            pair.backward(first)
+    for _ in range(2):
+        with no_sync(pair.call):
+            pair.backward()
         calls.append(hook.calls)
-        pair.backward(second)
+        pair.backward()
         calls.append(hook.calls)
-        worst = max(worst, pair.difference())
-        pair.step()
+        worst = max(worst, gradient_difference(*pair))
+        pair.update()
     return worst, calls, _flats(units(pair.model))
 
 

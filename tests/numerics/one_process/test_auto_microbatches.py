@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.fsdp import fully_shard as fsdp2
-from torch.distributed.tensor import DTensor
 
 from benchmarks.network.emulated import Network, emulated_world
 from benchmarks.network.wire import Link
@@ -21,54 +20,40 @@ from fsdp_compile.errors import BudgetTooSmallError
 from fsdp_compile.layout.spec import GradPlacement
 from tests.models.kinds import Slim
 from tests.models.round_sizes import WIDTH, Stack
-from tests.numerics.one_process.pair import batches, loss_of
+from tests.numerics.one_process.measure import batches
 from tests.ranks import run_ranks
+from tests.two_sides import WithFsdp2, sgd, share
 
 SLOW = hardware("cpu", 0.01)
 
 
-def _two_models() -> tuple[Any, Any]:
-    """A compiled model, and the same one sharded by FSDP2."""
-    models = []
-    for shard in (fully_shard, fsdp2):
-        torch.manual_seed(0)
-        model: Any = Slim(2)
-        options: dict[str, Any] = {"reshard_after_forward": "auto"} if shard is fully_shard else {}
-        for part in (*model.blocks, model):
-            shard(part, **options)
-            part.set_force_sum_reduction_for_comms(True)  # gloo cannot divide for FSDP2
-        models.append(model)
-    options = {"lower": "eager", "hardware": SLOW, "memory_budget_gb": 1.0}
-    return torch.compile(models[0], backend="fsdp", options=options), models[1]
+def _shard(model: Any, fully_shard: Any = fsdp2, **options: Any) -> None:
+    for part in (*model.blocks, model):
+        fully_shard(part, **options)
+        part.set_force_sum_reduction_for_comms(True)  # gloo cannot divide for FSDP2
 
 
-def _difference(mine: nn.Module, reference: nn.Module) -> float:
-    worst = 0.0
-    for p, q in zip(mine.parameters(), reference.parameters(), strict=True):
-        assert isinstance(p.grad, DTensor)
-        assert isinstance(q.grad, DTensor)
-        worst = max(worst, (p.grad.to_local() - q.grad.to_local()).abs().max().item())
-    return worst
-
-
-def _train() -> tuple[list[float], int]:
-    """Differences of each step of three microbatches, and units that backward gathers again."""
-    pair = _two_models()
-    world, rank = dist.get_world_size(), dist.get_rank()
-    worst: list[float] = []
+def _train() -> int:
+    """Units that backward gathers again; two steps of three microbatches have FSDP2's bits."""
+    pair = WithFsdp2(
+        lambda: Slim(2),
+        _shard,
+        lambda step: share(batches(1, 4 * dist.get_world_size(), seed=step)[0]),
+        ours=lambda model: _shard(model, fully_shard, reshard_after_forward="auto"),
+        optimizer=sgd,
+    )
+    call = pair.compiled(fullgraph=False, hardware=SLOW, memory_budget_gb=1.0)
     saved: list[int] = []
     for step in range(2):
-        for number, batch in enumerate(batches(3, 4 * world, seed=step)):
-            for model in pair:
-                model.set_requires_gradient_sync(number == 2)
-                loss_of(model(batch.chunk(world)[rank])).backward()
+        for number in range(3):
+            pair.change(lambda model: model.set_requires_gradient_sync(number == 2))  # noqa: B023  runs at once
+            pair.backward()
             if step == 0:
-                saved.append(len(_gathered_in_backward(pair[0])))
-        worst.append(_difference(*pair))
-        for model in pair:
-            torch.optim.SGD(model.parameters(), lr=0.1).step()
-            model.zero_grad()
-    return worst, max(saved)
+                saved.append(len(_gathered_in_backward(call)))
+        pair.compare_gradients()
+        pair.update()
+        pair.compare_parameters()
+    return max(saved)
 
 
 def _gathered_in_backward(model: nn.Module) -> list[str]:
@@ -76,9 +61,7 @@ def _gathered_in_backward(model: nn.Module) -> list[str]:
 
 
 def test_microbatches_keep_units_for_backward_alone_and_give_the_bits_of_fsdp2() -> None:
-    for worst, gathered_again in run_ranks(_train):
-        assert worst == [0.0, 0.0]
-        assert gathered_again == 0, "all that backward reads was saved by forward"
+    assert run_ranks(_train) == [0, 0], "all that backward reads was saved by forward"
 
 
 def _accumulated_bytes(model: nn.Module) -> int:

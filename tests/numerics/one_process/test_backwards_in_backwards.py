@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import fully_shard, no_sync
-from tests.beside import close, compile_eagerly
 from tests.ranks import run_ranks
+from tests.two_sides import close, compile_eagerly
 
 
 class _Around(nn.Module):

@@ -19,10 +19,10 @@ from fsdp_compile import MixedPrecision, fully_shard, no_sync, register_comm_hoo
 from fsdp_compile.ir.graph import Role
 from fsdp_compile.lower.compiled_regions import regions_of
 from tests import long
-from tests.numerics.one_process.pair import loss_of
 from tests.numerics.one_process.strategies import STRATEGIES
 from tests.ops.test_quantize import INT8, as_sent
 from tests.ranks import run_ranks
+from tests.two_sides import loss_of
 
 WIDTH, ROWS, STEPS = 128, 4, 2
 LEARNING_RATE = 0.05

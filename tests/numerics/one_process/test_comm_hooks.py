@@ -19,12 +19,12 @@ from fsdp_compile import ConfigError, fully_shard, no_sync, register_comm_hook, 
 from fsdp_compile.ir.graph import Role
 from fsdp_compile.lower.compiled_regions import regions_of
 from tests import long
-from tests.beside import compile_eagerly
 from tests.fake_world import fake_world
 from tests.models.kinds import WIDTH, Slim, Stack
-from tests.numerics.one_process.pair import batches, loss_of, train_pair
+from tests.numerics.one_process.measure import batches, train_pair
 from tests.numerics.one_process.test_mixed_precision import BF16, ByHand, train_both
 from tests.ranks import run_ranks
+from tests.two_sides import compile_eagerly, loss_of
 
 Calls = list[tuple[int, ...]]
 

@@ -15,7 +15,7 @@ from fsdp_compile.cost.communicate import Kind
 from tests import long
 from tests.fake_world import fake_world
 from tests.models.kinds import WIDTH, GraphBreaks, Stack, StackOfThree
-from tests.numerics.one_process.pair import Differences, train_pair
+from tests.numerics.one_process.measure import Differences, train_pair
 from tests.numerics.one_process.test_model_kinds import assert_equal_training
 from tests.ranks import run_ranks
 

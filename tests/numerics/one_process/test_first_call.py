@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_compile import fully_shard
 from tests import long
 from tests.models.kinds import WIDTH, Slim, Stack
-from tests.numerics.one_process.pair import batches, loss_of
+from tests.numerics.one_process.measure import gradient_difference
 from tests.ranks import run_ranks
+from tests.two_sides import Run, WithOneProcess
 
 
 class ReadEarly(Stack):
@@ -34,24 +33,13 @@ class ReadEarly(Stack):
         return super().forward(self.early(x))
 
 
-def _worst(model: nn.Module, reference: nn.Module) -> float:
-    pairs = zip(model.parameters(), reference.parameters(), strict=True)
-    return max(((p.grad.full_tensor() - q.grad).abs().max() / q.grad.abs().max()).item() for p, q in pairs)  # type: ignore[union-attr]
-
-
 def _read_early() -> list[float]:
-    torch.manual_seed(0)
-    model = ReadEarly()
-    reference = copy.deepcopy(model)
-    compiled = torch.compile(model, backend="fsdp", options={"lower": "eager"})
-    world, rank = dist.get_world_size(), dist.get_rank()
+    pair = WithOneProcess(ReadEarly, Run.PLAIN, shape=WIDTH, rows=4, twice=False)
     worst = []
-    for batch in batches(3, 4 * world):
-        loss_of(compiled(batch.chunk(world)[rank])).backward()
-        loss_of(reference(batch)).backward()
-        worst.append(_worst(model, reference))
-        for each in (model, reference):
-            each.zero_grad()
+    for _ in range(3):
+        pair.backward()
+        worst.append(gradient_difference(*pair))
+        pair.zero_grad()
     return worst
 
 
@@ -88,11 +76,9 @@ def test_gradients_that_were_never_accumulated_are_forgotten() -> None:
 
 
 def _one_padded_slot() -> float:
-    model = nn.Linear(6, 7, bias=False)
-    reference = copy.deepcopy(model)
-    torch.compile(model, backend="fsdp", options={"lower": "eager"})(torch.ones(2, 6)).sum().backward()
-    reference(torch.ones(2, 6)).sum().backward()
-    return _worst(model, reference)
+    pair = WithOneProcess(lambda: nn.Linear(6, 7, bias=False), Run.PLAIN, twice=False)
+    pair.backward()
+    return gradient_difference(*pair)
 
 
 @long.parametrize("world_size", [1, 2], always=[2])

@@ -12,9 +12,9 @@ from torch.autograd import functional
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import UnsupportedModelError, step_in_backward
-from tests.beside import Beside, Run, close, loss_of
 from tests.models.outlines import Small
 from tests.ranks import run_ranks
+from tests.two_sides import Run, WithOneProcess, close, loss_of
 
 Model = Callable[[torch.Tensor], torch.Tensor]
 HOW: Final = pytest.mark.parametrize("how", [Run.PLAIN, Run.SHARDED], ids=lambda how: how.value)
@@ -74,12 +74,12 @@ def _jacrev(model: Model) -> torch.Tensor:
 
 
 def _equal_one_process(how: Run) -> None:
-    pair = Beside(Small, how)
-    pair.compiled(_input())
+    pair = WithOneProcess(Small, how)
+    pair.call(_input())
     always = (_jacrev, _vjp, _loss_by_input, _jacobian, _by_inputs_alone, _batched, _vectorized)
     for function in always:
-        close(function(pair.compiled), function(pair.reference), function.__name__)
-    assert [name for model in pair.both() for name, p in model.named_parameters() if p.grad is not None] == []
+        close(function(pair.call), function(pair.reference), function.__name__)
+    assert [name for model in pair for name, p in model.named_parameters() if p.grad is not None] == []
 
 
 @HOW
@@ -88,10 +88,10 @@ def test_gradients_by_inputs_are_those_of_one_process(how: Run) -> None:
 
 
 def _refused_when_compiled() -> None:
-    pair = Beside(Small, Run.PLAIN)
-    pair.compiled(_input())
+    pair = WithOneProcess(Small, Run.PLAIN)
+    pair.call(_input())
     plain: Any = torch.compile(copy.deepcopy(pair.reference), backend="aot_eager")
-    for model in (pair.compiled, plain):
+    for model in (pair.call, plain):
         with pytest.raises(RuntimeError, match=r"double backward|create_graph=False"):
             _hvp(model)
     pair.backward()
@@ -104,10 +104,10 @@ def test_compiled_backwards_refuse_gradients_of_gradients() -> None:
 
 
 def _refused_with_updates() -> None:
-    pair = Beside(Small, Run.SHARDED)
+    pair = WithOneProcess(Small, Run.SHARDED)
     step_in_backward(torch.optim.SGD(pair.model.parameters(), lr=0.1))
     with pytest.raises(UnsupportedModelError, match=r"(?s)collectives take one.*step_in_backward.*jacrev"):
-        _batched(pair.compiled)
+        _batched(pair.call)
     for mine, theirs in zip(pair.model.parameters(), pair.reference.parameters(), strict=True):
         # What FSDP2 cannot split stays whole.
         assert torch.equal(mine.full_tensor() if isinstance(mine, DTensor) else mine, theirs)
@@ -119,12 +119,12 @@ def test_batches_of_gradients_are_refused_where_backward_updates() -> None:
 
 
 def _instead_of_inputs(how: Run) -> None:
-    pair = Beside(Small, how)
+    pair = WithOneProcess(Small, how)
     pair.backward()
     pair.change(lambda model: model.zero_grad())
     wanted = [p for name, p in pair.reference.named_parameters() if name.startswith("up.")]
     loss_of(pair.reference(_input())).backward(inputs=wanted)
-    loss_of(pair.compiled(_input())).backward()
+    loss_of(pair.call(_input())).backward()
     for name, parameter in pair.model.named_parameters():
         if not name.startswith("up."):
             parameter.grad = None

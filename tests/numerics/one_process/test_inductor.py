@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.models.kinds import KINDS
-from tests.numerics.one_process.pair import Differences, train_pair
+from tests.numerics.one_process.measure import Differences, train_pair
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.inductor

@@ -13,9 +13,10 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile import explain, fully_shard
 from tests.models.kinds import WIDTH, Slim, Stack, Tied
-from tests.numerics.one_process.pair import Differences, Prepare, batches, loss_of, train_pair
+from tests.numerics.one_process.measure import Differences, Prepare, batches, train_pair
 from tests.numerics.one_process.test_model_kinds import assert_equal_training
 from tests.ranks import run_ranks
+from tests.two_sides import loss_of
 
 
 def _trained(bucket_mb: float) -> list[torch.Tensor]:

@@ -13,7 +13,7 @@ from fsdp_compile.cost.hardware import Hardware, Quantity, hardware
 from fsdp_compile.explain.plan import Plan
 from fsdp_compile.explain.report import Layout
 from tests.models.kinds import WIDTH
-from tests.numerics.one_process.pair import Differences, train_pair
+from tests.numerics.one_process.measure import Differences, train_pair
 from tests.numerics.one_process.test_model_kinds import assert_equal_training
 from tests.ranks import run_ranks
 

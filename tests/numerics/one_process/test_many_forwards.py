@@ -2,38 +2,29 @@
 
 from __future__ import annotations
 
-import copy
+import functools
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_compile import fully_shard
 from tests.models.kinds import Slim
-from tests.numerics.one_process.pair import batches, loss_of
+from tests.numerics.one_process.measure import gradient_difference
 from tests.ranks import run_ranks
+from tests.two_sides import Run, WithOneProcess, loss_of, share
 
 
-def _pair() -> tuple[nn.Module, nn.Module, nn.Module]:
-    torch.manual_seed(0)
-    model = Slim()
-    return model, torch.compile(model, backend="fsdp", options={"lower": "eager"}), copy.deepcopy(model)  # type: ignore[return-value]
-
-
-def _worst_gradient(model: nn.Module, reference: nn.Module) -> float:
-    pairs = zip(model.parameters(), reference.parameters(), strict=True)
-    return max(((p.grad.full_tensor() - q.grad).abs().max() / q.grad.abs().max()).item() for p, q in pairs)  # type: ignore[union-attr]
+def _pair() -> WithOneProcess:
+    return WithOneProcess(Slim, Run.PLAIN, shape=32, rows=4, twice=False)
 
 
 def _several_forwards_one_backward() -> float:
-    model, compiled, reference = _pair()
-    world, rank = dist.get_world_size(), dist.get_rank()
-    data = batches(3, 4 * world)
-    sum(loss_of(compiled(b.chunk(world)[rank])) for b in data).backward()  # type: ignore[union-attr]
-    sum(loss_of(reference(b)) for b in data).backward()  # type: ignore[union-attr]
-    return _worst_gradient(model, reference)
+    pair = _pair()
+    for losses in zip(*(pair.losses() for _ in range(3)), strict=True):
+        torch.stack(losses).sum().backward()
+    return gradient_difference(*pair)
 
 
 def test_several_forwards_before_one_backward() -> None:
@@ -41,12 +32,10 @@ def test_several_forwards_before_one_backward() -> None:
 
 
 def _accumulated_backwards() -> float:
-    model, compiled, reference = _pair()
-    world, rank = dist.get_world_size(), dist.get_rank()
-    for batch in batches(3, 4 * world):
-        loss_of(compiled(batch.chunk(world)[rank])).backward()
-        loss_of(reference(batch)).backward()
-    return _worst_gradient(model, reference)
+    pair = _pair()
+    for _ in range(3):
+        pair.backward()
+    return gradient_difference(*pair)
 
 
 def test_gradients_of_several_backwards_add_up() -> None:
@@ -54,13 +43,11 @@ def test_gradients_of_several_backwards_add_up() -> None:
 
 
 def _retained_graph() -> float:
-    model, compiled, reference = _pair()
-    world, rank = dist.get_world_size(), dist.get_rank()
-    (batch,) = batches(1, 4 * world)
-    for loss in (loss_of(compiled(batch.chunk(world)[rank])), loss_of(reference(batch))):
+    pair = _pair()
+    for loss in pair.losses():
         loss.backward(retain_graph=True)
         loss.backward()
-    return _worst_gradient(model, reference)
+    return gradient_difference(*pair)
 
 
 def test_backward_twice_through_one_graph() -> None:
@@ -68,16 +55,14 @@ def test_backward_twice_through_one_graph() -> None:
 
 
 def _inference() -> tuple[float, float, bool]:
-    model, compiled, reference = _pair()
-    world, rank = dist.get_world_size(), dist.get_rank()
-    first, second = batches(2, 4 * world)
+    pair = _pair()
+    mine, whole = pair.next_batch()
     with torch.no_grad():
-        before = (compiled(first.chunk(world)[rank]) - reference(first).chunk(world)[rank]).abs().max().item()
-    loss_of(compiled(second.chunk(world)[rank])).backward()
-    loss_of(reference(second)).backward()
+        before = (pair.call(mine) - share(pair.reference(whole))).abs().max().item()
+    pair.backward()
     with torch.inference_mode():
-        no_gradients = not compiled(first.chunk(world)[rank]).requires_grad
-    return before, _worst_gradient(model, reference), no_gradients
+        no_gradients = not pair.call(mine).requires_grad
+    return before, gradient_difference(*pair), no_gradients
 
 
 def test_inference_before_and_after_training() -> None:
@@ -88,20 +73,14 @@ def test_inference_before_and_after_training() -> None:
 
 
 def _input_gradient(param_dtype: torch.dtype | None) -> float:
-    torch.manual_seed(0)
-    model = Slim()
-    reference = copy.deepcopy(model)
-    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype))
-    compiled = torch.compile(model, backend="fsdp", options={"lower": "eager"})
-    world, rank = dist.get_world_size(), dist.get_rank()
-    (batch,) = batches(1, 4 * world)
-    mine = batch.chunk(world)[rank].clone().requires_grad_()
-    theirs = batch.clone().requires_grad_()
-    loss_of(compiled(mine)).backward()
-    loss_of(reference(theirs)).backward()
+    shard = functools.partial(fully_shard, mp_policy=MixedPrecisionPolicy(param_dtype))
+    pair = WithOneProcess(Slim, shard=shard, shape=32, rows=4)
+    mine, theirs = (batch.clone().requires_grad_() for batch in pair.next_batch())
+    loss_of(pair.call(mine)).backward()
+    loss_of(pair.reference(theirs)).backward()
     assert mine.grad is not None
     assert theirs.grad is not None
-    return ((mine.grad / world - theirs.grad.chunk(world)[rank]).abs().max() / theirs.grad.abs().max()).item()
+    return ((mine.grad / dist.get_world_size() - share(theirs.grad)).abs().max() / theirs.grad.abs().max()).item()
 
 
 @pytest.mark.parametrize(("param_dtype", "bound"), [(None, 1e-5), (torch.bfloat16, 1e-1)], ids=["stored", "cast"])
@@ -110,13 +89,10 @@ def test_gradient_of_the_input(param_dtype: torch.dtype | None, bound: float) ->
 
 
 def _forward_without_backward() -> float:
-    model, compiled, reference = _pair()
-    world, rank = dist.get_world_size(), dist.get_rank()
-    first, second = batches(2, 4 * world)
-    compiled(first.chunk(world)[rank])  # its graph is dropped
-    loss_of(compiled(second.chunk(world)[rank])).backward()
-    loss_of(reference(second)).backward()
-    return _worst_gradient(model, reference)
+    pair = _pair()
+    pair.call(pair.next_batch()[0])  # its graph is dropped
+    pair.backward()
+    return gradient_difference(*pair)
 
 
 def test_forward_without_its_backward() -> None:

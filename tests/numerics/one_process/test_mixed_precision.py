@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor
 from fsdp_compile import MixedPrecision, fully_shard, no_sync, register_comm_hook, step_in_backward
 from fsdp_compile.config.policy import AnyPrecisionPolicy
 from tests.models.kinds import WIDTH, Slim, Stack
-from tests.numerics.one_process.pair import batches, loss_of
+from tests.numerics.one_process.measure import batches
 from tests.ranks import run_ranks
+from tests.two_sides import loss_of
 
 BF16 = torch.bfloat16
 LEARNING_RATE = 0.05

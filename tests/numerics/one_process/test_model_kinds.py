@@ -15,7 +15,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from fsdp_compile import fully_shard
 from tests import long
 from tests.models.kinds import KINDS, Block, Checkpointed, GraphBreaks, Slim, Stack, Tied
-from tests.numerics.one_process.pair import Differences, train_pair
+from tests.numerics.one_process.measure import Differences, train_pair
 from tests.ranks import run_ranks
 
 # float32 sums of at most a few hundred terms in another order; attention's keys have gradients near zero.

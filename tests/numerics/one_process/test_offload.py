@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
+import functools
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 from torch import nn
 
 import fsdp_compile
@@ -16,9 +14,10 @@ from fsdp_compile import fully_shard
 from tests import long
 from tests.delayed_copies import ON_SUCH_A_HOST, delayed_copies
 from tests.models.kinds import Slim, Stack
-from tests.numerics.one_process.pair import Differences, loss_of, train_pair
+from tests.numerics.one_process.measure import Differences, gradient_difference, train_pair
 from tests.numerics.one_process.strategies import PRECISIONS, STRATEGIES
 from tests.ranks import run_ranks
+from tests.two_sides import WithOneProcess
 
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "kept by neighbours": ("integer", "fp32", {}),
@@ -42,27 +41,16 @@ def _train(name: str) -> tuple[Differences, int]:
 
 def _accumulate(strategy: str, held: str) -> tuple[float, int]:
     """Two backwards of which the first is held back: the largest difference of a gradient."""
-    torch.manual_seed(0)
-    model = Stack(1)
-    reference = copy.deepcopy(model)
-    world, rank = dist.get_world_size(), dist.get_rank()
     with delayed_copies() as copied:
-        fully_shard(model, **STRATEGIES[strategy](), offload_policy=ON_SUCH_A_HOST)
-        compiled = torch.compile(model, backend="fsdp", options={"lower": "eager"})
+        arguments = {**STRATEGIES[strategy](), "offload_policy": ON_SUCH_A_HOST}
+        shard = functools.partial(fully_shard, **arguments)
+        pair = WithOneProcess(lambda: Stack(1), shard=shard, shape=32, rows=4, twice=False)
         for step in range(2):
-            batch = torch.randn(4 * world, 32, generator=torch.Generator().manual_seed(step))
             if held == "replicas":
-                model.set_requires_all_reduce(step % 2 == 1)  # type: ignore[operator]
-            with fsdp_compile.no_sync(model) if held == "all" and step % 2 == 0 else nullcontext():
-                loss_of(compiled(batch.chunk(world)[rank])).backward()
-            loss_of(reference(batch)).backward()
-    worst = 0.0
-    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        assert theirs.grad is not None
-        assert mine.grad is not None
-        difference = (mine.grad.full_tensor() - theirs.grad).abs().max() / theirs.grad.abs().max()  # type: ignore[attr-defined]
-        worst = max(worst, difference.item())
-    return worst, len(copied)
+                pair.model.set_requires_all_reduce(step % 2 == 1)
+            with fsdp_compile.no_sync(pair.model) if held == "all" and step % 2 == 0 else nullcontext():
+                pair.backward()
+    return gradient_difference(*pair), len(copied)
 
 
 @pytest.mark.core

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from fsdp_compile import fully_shard
 from tests import long
-from tests.beside import compile_eagerly
 from tests.models.kinds import Slim
-from tests.numerics.one_process.pair import batches, gradient_difference
+from tests.numerics.one_process.measure import gradient_difference
 from tests.ranks import run_ranks
+from tests.two_sides import WithOneProcess, share, whole
 
 
 class _Squares(Slim):
@@ -54,17 +50,14 @@ class _Children(_Squares):
 
 def _differences(make: Callable[[], nn.Module]) -> tuple[float, float]:
     """Of gradients, and of the loss in inference."""
-    (batch,) = batches(1, 4 * dist.get_world_size())
-    torch.manual_seed(0)
-    model = make()
-    reference = copy.deepcopy(model)
-    compiled = torch.compile(fully_shard(model), backend="fsdp", options={"lower": "eager"})
-    compiled(batch.chunk(dist.get_world_size())[dist.get_rank()]).backward()
-    reference(batch).backward()
-    gradient = gradient_difference(model, reference)
+    pair = WithOneProcess(make, shape=32, rows=4, twice=False)
+    batch = pair.batch(1)
+    pair.call(share(batch)).backward()
+    pair.reference(batch).backward()
+    gradient = gradient_difference(*pair)
     with torch.no_grad():
-        expected = reference(batch)
-        return gradient, ((compiled(batch) - expected) / expected).abs().item()
+        expected = pair.reference(batch)
+        return gradient, ((pair.call(batch) - expected) / expected).abs().item()
 
 
 @pytest.mark.core
@@ -77,16 +70,11 @@ def test_a_penalty_over_parameters_is_one_of_full_parameters(make: Callable[[], 
 
 def _outside_of_the_forward() -> float:
     """As docs/limits.md says to write it."""
-    (batch,) = batches(1, 4 * dist.get_world_size())
-    torch.manual_seed(0)
-    model = Slim()
-    reference = copy.deepcopy(model)
-    mine = batch.chunk(dist.get_world_size())[dist.get_rank()]
-    for call, each, x in ((compile_eagerly(fully_shard(model)), model, mine), (reference, reference, batch)):
-        penalty = torch.stack([p.square().sum() for p in each.parameters()]).sum()
-        whole = penalty.full_tensor() if isinstance(penalty, DTensor) else penalty
-        (call(x).square().mean() + 0.1 * whole).backward()
-    return gradient_difference(model, reference)
+    pair = WithOneProcess(Slim, shape=32, rows=4)
+    for model, loss in zip(pair, pair.losses(), strict=True):
+        penalty = whole(torch.stack([p.square().sum() for p in model.parameters()]).sum())
+        (loss + 0.1 * penalty).backward()
+    return gradient_difference(*pair)
 
 
 def test_a_penalty_outside_of_the_forward_is_made_whole() -> None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from fsdp_compile import units
-from tests.beside import Beside, Run, loss_of
 from tests.models.outlines import Small
 from tests.ranks import run_ranks
+from tests.two_sides import WithOneProcess, loss_of
 
 Hooks = Callable[[], saved_tensors_hooks]
 
@@ -23,6 +24,15 @@ def _copying() -> saved_tensors_hooks:
 
 def _changed(saved: torch.Tensor) -> torch.Tensor:
     return saved * (1 + 1e-6)
+
+
+def _loss(hooks: Hooks, call: Any, batch: torch.Tensor) -> torch.Tensor:
+    with hooks():
+        return loss_of(call(batch))
+
+
+def _adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.1, eps=1e-3, weight_decay=0.5)
 
 
 class _Branches(nn.Module):
@@ -37,28 +47,13 @@ class _Branches(nn.Module):
         return self.left(x) if self.chosen == "left" else self.right(x)
 
 
-def _step(pair: Beside, hooks: Hooks) -> None:
-    pair.steps += 1
-    batch = torch.randn(2 * dist.get_world_size(), 6, generator=torch.Generator().manual_seed(pair.steps))
-    with hooks():
-        loss = loss_of(pair.compiled(batch.chunk(dist.get_world_size())[dist.get_rank()]))
-    loss.backward()
-    loss_of(pair.reference(batch)).backward()
-    pair.compare()
-    for optimizer in pair.optimizers[0]:
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def _trained() -> None:
     for hooks in (_copying, save_on_cpu):
-        pair = Beside(_Branches, Run.SHARDED)
+        pair = WithOneProcess(_Branches, optimizer=_adamw, loss=functools.partial(_loss, hooks))
         assert len(units(pair.model)) == 1
-        pair.optimize(lambda p: torch.optim.AdamW(p, lr=0.1, eps=1e-3, weight_decay=0.5))
         for chosen in ("left", "right", "left"):
             pair.change(lambda model: setattr(model, "chosen", chosen))  # noqa: B023  runs at once
-            _step(pair, hooks)
-        pair.compare()
+            pair.train(steps=1)
 
 
 def test_parameters_that_are_left_out_have_no_gradient() -> None:
@@ -66,15 +61,14 @@ def test_parameters_that_are_left_out_have_no_gradient() -> None:
 
 
 def _unseen() -> None:
-    pair = Beside(Small, Run.SHARDED)
     packed: list[int] = []
 
     def note(saved: torch.Tensor) -> torch.Tensor:
         packed.append(saved.data_ptr())
         return _changed(saved)
 
-    pair.optimize(lambda p: torch.optim.SGD(p, lr=0.1))
-    _step(pair, lambda: saved_tensors_hooks(note, lambda t: t))
+    pair = WithOneProcess(Small, loss=functools.partial(_loss, lambda: saved_tensors_hooks(note, lambda t: t)))
+    pair.train(steps=1)
     assert packed, "activations"
     assert not {group.flat.data_ptr() for unit in units(pair.model) for group in unit.groups}.intersection(packed)
 

@@ -19,7 +19,7 @@ from tests.fake_world import fake_world
 from tests.models.kinds import WIDTH, Slim, Stack
 from tests.models.round_sizes import Stack as Wide
 from tests.models.round_sizes import on_meta
-from tests.numerics.one_process.pair import Differences, train_pair
+from tests.numerics.one_process.measure import Differences, train_pair
 from tests.numerics.one_process.test_model_kinds import assert_equal_training
 from tests.ranks import run_ranks
 

@@ -19,9 +19,10 @@ from fsdp_compile import fully_shard, no_sync, step_in_backward
 from tests import long
 from tests.delayed_copies import ON_SUCH_A_HOST, delayed_copies
 from tests.models.kinds import KINDS, Slim
-from tests.numerics.one_process.pair import batches, loss_of, parameter_difference
+from tests.numerics.one_process.measure import batches, parameter_difference
 from tests.numerics.one_process.strategies import PRECISIONS, STRATEGIES
 from tests.ranks import run_ranks
+from tests.two_sides import loss_of
 
 STEPS = 2
 RATE = 1e-2

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterable
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import fx, nn
+from torch import fx
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
@@ -26,20 +24,18 @@ from tests import long
 from tests.models.graphs import MODELS
 from tests.models.kinds import Checkpointed, Frozen, OddShapes, Slim, Stack, Tied
 from tests.models.unusual import SeveralDtypes
-from tests.numerics.one_process.pair import (
-    EPS,
+from tests.numerics.one_process.measure import (
     LEARNING_RATE,
     Differences,
-    batches,
+    adamw_with_eps,
     gradient_difference,
-    loss_of,
-    mean_over_ranks,
     parameter_difference,
     relative,
     train_pair,
 )
 from tests.numerics.one_process.strategies import PRECISIONS, STRATEGIES
 from tests.ranks import run_ranks
+from tests.two_sides import WithOneProcess, mean_over_ranks
 from tests.verify.captured import World
 from tests.verify.graphs import graph
 
@@ -61,57 +57,30 @@ KINDS = ("one batch", "no_sync", "sharded")
 """What a step accumulates: nothing, gradients that wait in full, gradients that were reduced."""
 
 
-@dataclasses.dataclass
-class _Training:
-    """A sharded compiled model, and a copy of it in one process on everything that all ranks see in a step."""
-
-    model: nn.Module
-    compiled: nn.Module
-    reference: nn.Module
-    optimizers: tuple[torch.optim.Optimizer, torch.optim.Optimizer]
-
-    @classmethod
-    def of(cls, arguments: dict[str, Any]) -> _Training:
-        """Shards one of the two models, whose weights are the same."""
-        torch.manual_seed(0)
-        model = Slim()
-        reference = copy.deepcopy(model)
-        fully_shard(model, **arguments)
-        compiled = torch.compile(model, backend="fsdp", options={"lower": "eager"})
-        optimizers = tuple(torch.optim.AdamW(m.parameters(), lr=LEARNING_RATE, eps=EPS) for m in (model, reference))
-        return cls(model, compiled, reference, optimizers)  # type: ignore[arg-type]
-
-    def step(self, kind: str, placements: tuple[Placement, ...]) -> Differences:
-        """One step of AdamW."""
-        world, rank = dist.get_world_size(), dist.get_rank()
-        parts = batches(1 if kind == "one batch" else 2, 4 * world, seed=KINDS.index(kind))
-        loss = torch.zeros(())
-        for part in parts:
-            with no_sync(self.model) if kind == "no_sync" and part is parts[0] else contextlib.nullcontext():
-                mine = loss_of(self.compiled(part.chunk(world)[rank]))
-                mine.backward()
-            loss += mine.detach()
-        expected = loss_of(self.reference(torch.cat(parts))) * len(parts)
-        expected.backward()
-        differences = Differences(
-            loss=relative(mean_over_ranks(loss), expected.detach()),
-            gradient=gradient_difference(self.model, self.reference),
-        )
-        for parameter in self.model.parameters():
-            assert isinstance(parameter.grad, DTensor)
-            assert parameter.grad.placements == placements
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        differences.parameter = parameter_difference(self.model, self.reference) / LEARNING_RATE
-        return differences
+def _step(pair: WithOneProcess, kind: str, placements: tuple[Placement, ...]) -> Differences:
+    """One step of AdamW on everything that all ranks see in it."""
+    found, parts = Differences(), 1 if kind == "one batch" else 2
+    for part in range(parts):
+        with no_sync(pair.model) if kind == "no_sync" and part == 0 else contextlib.nullcontext():
+            mine, theirs = pair.losses()
+            mine.backward()
+        theirs.backward()
+        found.loss = max(found.loss, relative(mean_over_ranks(mine), theirs.detach()))
+    found.gradient = gradient_difference(*pair)
+    for parameter in pair.model.parameters():
+        assert isinstance(parameter.grad, DTensor)
+        assert parameter.grad.placements == placements
+    pair.update()
+    found.parameter = parameter_difference(*pair) / LEARNING_RATE
+    return found
 
 
 def _train(precision: str, strategy: str) -> dict[str, Differences]:
     """Every kind of step."""
     with torch._dynamo.config.patch(recompile_limit=100, fail_on_recompile_limit_hit=True):
-        training = _Training.of({**STRATEGIES[strategy](), "mp_policy": PRECISIONS[precision]})
-        return {kind: training.step(kind, PLACEMENTS[strategy]) for kind in KINDS}
+        shard = functools.partial(fully_shard, **STRATEGIES[strategy](), mp_policy=PRECISIONS[precision])
+        pair = WithOneProcess(Slim, shard=shard, optimizer=adamw_with_eps, shape=32, rows=4, twice=False)
+        return {kind: _step(pair, kind, PLACEMENTS[strategy]) for kind in KINDS}
 
 
 CASES = [

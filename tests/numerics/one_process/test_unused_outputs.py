@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +14,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import DTensor
 
 from fsdp_compile import ConfigError, fully_shard, no_sync, step_in_backward
-from tests.beside import close, compile_eagerly, loss_of
 from tests.ranks import run_ranks
+from tests.two_sides import Loss, Run, WithOneProcess, close, compare_gradients, compile_eagerly, loss_of, whole
 
 Outputs = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -32,46 +34,37 @@ class Heads(nn.Module):
         return self.left(hidden), self.right(hidden) if right else None
 
 
-def _models() -> tuple[Heads, Heads, torch.Tensor, torch.Tensor]:
-    torch.manual_seed(0)
-    model = Heads()
-    batch = torch.randn(4, 6)
-    return model, copy.deepcopy(model), batch, batch.chunk(2)[dist.get_rank()]
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    return {name: p.grad if p.grad is None else _whole(p.grad) for name, p in model.named_parameters()}
-
-
-def _compare(model: nn.Module, reference: nn.Module) -> None:
-    expected = _gradients(reference)
-    for name, gradient in _gradients(model).items():
-        assert (gradient is None) == (expected[name] is None), name
-        if gradient is not None:
-            close(gradient, expected[name], name)
-
-
 def _loss(*outputs: torch.Tensor | None) -> torch.Tensor:
     return torch.stack([loss_of(each) for each in outputs if each is not None]).sum()
 
 
+def _of(used: slice) -> Loss:
+    """The loss of some outputs."""
+    return lambda call, batch: _loss(*call(batch)[used])
+
+
+LEFT, BOTH = _of(slice(0, 1)), _of(slice(0, 2))
+
+
+def _decayed(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Parameters without a gradient stay as they are, and with zeros they do not."""
+    return torch.optim.AdamW(parameters, weight_decay=0.1)
+
+
+def _heads(how: Run = Run.PLAIN, make: Callable[[], nn.Module] = Heads, **arguments: Any) -> WithOneProcess:
+    return WithOneProcess(make, how, twice=False, **arguments)
+
+
+def _each_head(model: Any) -> None:
+    for head in list(model.children())[1:]:
+        fully_shard(head)
+    fully_shard(model)
+
+
 def _one_unused(lower: str) -> None:
-    model, reference, batch, mine = _models()
-    compiled = torch.compile(model, backend="fsdp", options={"lower": lower})
-    optimizers = [torch.optim.AdamW(each.parameters(), weight_decay=0.1) for each in (model, reference)]
-    for used in (slice(0, 2), slice(0, 1), slice(0, 1), slice(0, 2)):
-        _loss(*compiled(mine)[used]).backward()
-        _loss(*reference(batch)[used]).backward()
-        _compare(model, reference)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
-        close(_whole(parameter), expected, "parameters")
+    pair = _heads(optimizer=_decayed, lower=lower)
+    for loss in (BOTH, LEFT, LEFT, BOTH):
+        pair.train(steps=1, loss=loss)
 
 
 @pytest.mark.parametrize("lower", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
@@ -82,22 +75,19 @@ def test_a_head_whose_output_is_unused_has_none_as_in_one_process(lower: str) ->
 def _penalty(model: nn.Module) -> torch.Tensor:
     """Outside of the forward, as docs/limits.md says to write it; the right head's bias is not in it."""
     penalty = torch.stack([p.square().sum() for n, p in model.named_parameters() if n != "right.bias"]).sum()
-    return _whole(penalty)
+    return whole(penalty)
 
 
 def _penalized() -> None:
-    model, reference, batch, mine = _models()
-    compiled = compile_eagerly(fully_shard(model))
+    pair = _heads(Run.SHARDED)
     for is_before in (True, False, True):
-        model.zero_grad()
-        reference.zero_grad()
-        for each, call, x in ((model, compiled, mine), (reference, reference, batch)):
-            before = _penalty(each)
-            loss = _loss(call(x)[0])
-            (loss + (before if is_before else _penalty(each))).backward()
-        _compare(model, reference)
-        assert model.right.weight.grad is not None
-        assert model.right.bias.grad is None
+        pair.zero_grad()
+        for (model, call), batch in zip(pair.called(), pair.next_batch(), strict=True):
+            before = _penalty(model)
+            (LEFT(call, batch) + (before if is_before else _penalty(model))).backward()
+        pair.compare_gradients()
+        assert pair.model.right.weight.grad is not None
+        assert pair.model.right.bias.grad is None
 
 
 def test_a_penalty_outside_of_the_forward_counts_for_an_unused_head() -> None:
@@ -105,17 +95,12 @@ def test_a_penalty_outside_of_the_forward_counts_for_an_unused_head() -> None:
 
 
 def _of_changing_sizes() -> None:
-    model, reference, _, _ = _models()
-    compiled = torch.compile(model, backend="fsdp", options={"lower": "eager"}, dynamic=True)
-    for rows in (4, 6, 10):
-        batch = torch.randn(rows, 6)
-        mine = batch.chunk(2)[dist.get_rank()]
-        for outputs, expected in ((compiled(mine), reference(batch)), (compiled(mine)[:1], reference(batch)[:1])):
-            model.zero_grad()
-            reference.zero_grad()
-            _loss(*outputs).backward()
-            _loss(*expected).backward()
-            _compare(model, reference)
+    pair = _heads(dynamic=True)
+    for pair.rows in (2, 3, 5):
+        for loss in (BOTH, LEFT):
+            pair.zero_grad()
+            pair.backward(loss=loss)
+            pair.compare_gradients()
 
 
 def test_with_changing_sizes() -> None:
@@ -123,17 +108,13 @@ def test_with_changing_sizes() -> None:
 
 
 def _accumulated(first: slice, second: slice) -> None:
-    model, reference, batch, mine = _models()
-    compiled = compile_eagerly(model)
+    pair = _heads()
     for _ in range(2):  # the second step's graph has accumulated gradients among its inputs
-        with no_sync(model):
-            _loss(*compiled(mine)[first]).backward()
-        _loss(*compiled(mine)[second]).backward()
-        _loss(*reference(batch)[first]).backward()
-        _loss(*reference(batch)[second]).backward()
-        _compare(model, reference)
-        model.zero_grad()
-        reference.zero_grad()
+        with no_sync(pair.model):
+            pair.backward(loss=_of(first))
+        pair.backward(loss=_of(second))
+        pair.compare_gradients()
+        pair.zero_grad()
 
 
 @pytest.mark.parametrize(
@@ -145,24 +126,23 @@ def test_accumulated_gradients_of_an_output_count_when_it_is_used_no_more(first:
 
 def _updated_in_backward(used: int, *, unused_is_plain: bool) -> None:
     """Units are updated one after the other, and ranks compare before the first of these updates alone."""
-    model, reference, batch, mine = _models()
-    for module in (model.left, model.right, model):
-        fully_shard(module)
-    unused = model.left if used else model.right
+    pair = _heads(Run.SHARDED, shard=_each_head)
+    unused = pair.model.left if used else pair.model.right
     own = list(unused.parameters()) if unused_is_plain else []
-    names = {id(p) for p in own}
-    step_in_backward(torch.optim.AdamW([p for p in model.parameters() if id(p) not in names], weight_decay=0.1))
-    optimizers = [torch.optim.AdamW(reference.parameters(), weight_decay=0.1)]
-    optimizers += [torch.optim.AdamW(own, weight_decay=0.1)] if own else []
-    compiled = compile_eagerly(model)
-    for taken in (slice(0, 2), slice(used, used + 1), slice(used, used + 1)):
-        _loss(*compiled(mine)[taken]).backward()
-        _loss(*reference(batch)[taken]).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
-            close(_whole(parameter), expected, name)
+    _update_in_backward(pair, own)
+    for loss in (BOTH, *[_of(slice(used, used + 1))] * 2):
+        pair.backward(loss=loss)
+        pair.update()
+        pair.compare_parameters()
+
+
+def _update_in_backward(pair: WithOneProcess, but: list[nn.Parameter]) -> None:
+    """All but some, which are updated after it."""
+    names = {id(p) for p in but}
+    mine = step_in_backward(_decayed([p for p in pair.model.parameters() if id(p) not in names]))
+    pair.optimizers = [(mine, _decayed(list(pair.reference.parameters())))]
+    if but:
+        pair.optimizers.append((_decayed(but),))
 
 
 @pytest.mark.parametrize("unused_is_plain", [False, True])
@@ -172,20 +152,15 @@ def test_updates_in_backward_leave_it_alone(used: int, unused_is_plain: bool) ->
 
 
 def _updated_for_other_losses() -> None:
-    model, reference, batch, mine = _models()
-    for module in (model.left, model.right, model):
-        fully_shard(module)
-    step_in_backward(torch.optim.AdamW(model.parameters(), weight_decay=0.1))
-    optimizer = torch.optim.AdamW(reference.parameters(), weight_decay=0.1)
-    compiled = compile_eagerly(model)
+    pair = _heads(Run.SHARDED, shard=_each_head)
+    _update_in_backward(pair, [])
     for used in ((0, 0), (0, 1), (1, 1), (1, 0)):  # by each of the two ranks
-        loss_of(compiled(mine)[used[dist.get_rank()]]).backward()
-        losses = [loss_of(reference(rows)[output]) for rows, output in zip(batch.chunk(2), used, strict=True)]
+        mine, batch = pair.next_batch()
+        loss_of(pair.call(mine)[used[dist.get_rank()]]).backward()
+        losses = [loss_of(pair.reference(rows)[output]) for rows, output in zip(batch.chunk(2), used, strict=True)]
         (torch.stack(losses).sum() / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
-            close(_whole(parameter), expected, name)
+        pair.update()
+        pair.compare_parameters()
 
 
 def test_what_no_rank_used_in_a_step_may_be_used_by_one_in_the_next() -> None:
@@ -205,24 +180,12 @@ class ThreeHeads(Heads):
 
 
 def _two_unused_in_two_ways(used: int) -> None:
-    torch.manual_seed(0)
-    model = ThreeHeads()
-    reference, batch = copy.deepcopy(model), torch.randn(4, 6)
-    for module in (model.left, model.right, model.middle, model):
-        fully_shard(module)
-    in_backward = [p for name, p in model.named_parameters() if "right" not in name]
-    step_in_backward(torch.optim.AdamW(in_backward, weight_decay=0.1))
-    after = torch.optim.AdamW(model.right.parameters(), weight_decay=0.1)
-    optimizer = torch.optim.AdamW(reference.parameters(), weight_decay=0.1)
-    compiled = compile_eagerly(model)
-    for outputs in (slice(0, 3), *[slice(used, used + 1)] * 3):
-        _loss(*compiled(batch.chunk(2)[dist.get_rank()])[outputs]).backward()
-        _loss(*reference(batch)[outputs]).backward()
-        for each in (after, optimizer):
-            each.step()
-            each.zero_grad()
-        for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
-            close(_whole(parameter), expected, name)
+    pair = _heads(Run.SHARDED, ThreeHeads, shard=_each_head)
+    _update_in_backward(pair, list(pair.model.right.parameters()))
+    for loss in (_of(slice(0, 3)), *[_of(slice(used, used + 1))] * 3):
+        pair.backward(loss=loss)
+        pair.update()
+        pair.compare_parameters()
 
 
 @pytest.mark.parametrize("used", [0, 1])
@@ -231,16 +194,15 @@ def test_one_that_is_updated_in_backward_beside_one_that_is_not(used: int) -> No
 
 
 def _on_two_meshes(used: int) -> None:
-    torch.manual_seed(0)
-    model = Heads()
-    reference, batch = copy.deepcopy(model), torch.randn(8, 6)
-    fully_shard(model.right, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "fsdp")))
-    everyone = init_device_mesh("cpu", (4,))
-    fully_shard(model.left, mesh=everyone)
-    fully_shard(model, mesh=everyone)
-    _loss(compile_eagerly(model)(batch.chunk(4)[dist.get_rank()])[used]).backward()
-    _loss(reference(batch)[used]).backward()
-    _compare(model, reference)
+    def shard(model: Any) -> None:
+        fully_shard(model.right, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "fsdp")))
+        everyone = init_device_mesh("cpu", (4,))
+        fully_shard(model.left, mesh=everyone)
+        fully_shard(model, mesh=everyone)
+
+    pair = _heads(Run.SHARDED, shard=shard)
+    pair.backward(loss=_of(slice(used, used + 1)))
+    pair.compare_gradients()
 
 
 @pytest.mark.parametrize("used", [0, pytest.param(1, marks=pytest.mark.long)])
@@ -249,13 +211,11 @@ def test_units_on_two_meshes(used: int) -> None:
 
 
 def _after_a_gradient_of_inputs() -> None:
-    model, reference, batch, mine = _models()
-    compiled = compile_eagerly(model)
-    inputs = mine.clone().requires_grad_()
-    torch.autograd.grad(_loss(*compiled(inputs)), inputs)  # of both outputs, and written nowhere
-    loss_of(compiled(mine)[0]).backward()
-    loss_of(reference(batch)[0]).backward()
-    _compare(model, reference)
+    pair = _heads()
+    inputs = pair.next_batch()[0].clone().requires_grad_()
+    torch.autograd.grad(BOTH(pair.call, inputs), inputs)  # of both outputs, and written nowhere
+    pair.backward(loss=LEFT)
+    pair.compare_gradients()
 
 
 def test_after_a_gradient_of_inputs() -> None:
@@ -263,12 +223,12 @@ def test_after_a_gradient_of_inputs() -> None:
 
 
 def _second_backward() -> None:
-    model, reference, batch, mine = _models()
-    outputs, expected = compile_eagerly(model)(mine), reference(batch)
-    for first, second in zip(outputs, expected, strict=True):
-        loss_of(first).backward(retain_graph=True)
-        loss_of(second).backward(retain_graph=True)
-        _compare(model, reference)
+    pair = _heads()
+    mine, batch = pair.next_batch()
+    for outputs in zip(pair.call(mine), pair.reference(batch), strict=True):
+        for output in outputs:
+            loss_of(output).backward(retain_graph=True)
+        pair.compare_gradients()
 
 
 def test_a_second_backward_through_the_same_graph_for_the_other_output() -> None:
@@ -276,16 +236,12 @@ def test_a_second_backward_through_the_same_graph_for_the_other_output() -> None
 
 
 def _of_inputs() -> None:
-    model, reference, batch, _ = _models()
-    for each in (model, reference):
-        each.requires_grad_(requires_grad=False)
-    batches = [batch.clone().requires_grad_(), batch.clone().requires_grad_()]
-    mine, other = batches
-    loss_of(compile_eagerly(model)(mine)[0]).backward()
-    loss_of(reference(other)[0]).backward()
-    assert mine.grad is not None
-    assert other.grad is not None
-    close(mine.grad, other.grad, "gradient of the input")
+    pair = _heads()
+    pair.change(lambda model: model.requires_grad_(requires_grad=False))
+    mine, theirs = (torch.ones(4, 6, requires_grad=True) for _ in pair)
+    LEFT(pair.call, mine).backward()
+    LEFT(pair.reference, theirs).backward()
+    close(mine.grad, theirs.grad, "gradient of the input")
 
 
 def test_a_frozen_model_with_an_unused_output() -> None:
@@ -306,16 +262,14 @@ class PassesOn(Heads):
 
 
 def _after_another_graph() -> None:
-    torch.manual_seed(0)
-    model = PassesOn()
-    reference, batch = copy.deepcopy(model), torch.randn(4, 6)
-    weights = torch.ones(6, requires_grad=True), torch.ones(6, requires_grad=True)
-    for call, weight in zip((compile_eagerly(model), reference), weights, strict=True):
+    pair = _heads(make=PassesOn)
+    weights = [torch.ones(6, requires_grad=True) for _ in pair]
+    batch = pair.next_batch()[1]
+    for (_, call), weight in zip(pair.called(), weights, strict=True):
         outputs = call(_before(weight, batch)[0])
         (outputs[0].mean() + loss_of(outputs[1])).backward()
-    assert weights[0].grad is not None
-    close(weights[0].grad, weights[1].grad, "gradient of what came before")
-    _compare(model, reference)
+    close(*(weight.grad for weight in weights), "gradient of what came before")
+    pair.compare_gradients()
 
 
 def test_a_graph_of_another_backend_before_it_gets_zeros() -> None:
@@ -324,15 +278,16 @@ def test_a_graph_of_another_backend_before_it_gets_zeros() -> None:
 
 
 def _left_out() -> None:
-    model, reference, batch, mine = _models()
-    fsdp2 = copy.deepcopy(reference)
+    pair = _heads()
+    fsdp2 = copy.deepcopy(pair.reference)
     torch_fully_shard(fsdp2)
-    loss_of(compile_eagerly(model)(mine, right=False)[0]).backward()
-    loss_of(fsdp2(mine)[0]).backward()
-    loss_of(reference(batch)[0]).backward()
-    assert reference.right.weight.grad is None
-    _compare(model, reference)
-    _compare(fsdp2, reference)
+    mine, batch = pair.next_batch()
+    loss_of(pair.call(mine, right=False)[0]).backward()
+    LEFT(fsdp2, mine).backward()
+    LEFT(pair.reference, batch).backward()
+    assert pair.reference.right.weight.grad is None
+    pair.compare_gradients()
+    compare_gradients(fsdp2, pair.reference)
 
 
 def test_a_head_that_the_forward_leaves_out_has_none_as_in_one_process() -> None:
@@ -352,17 +307,15 @@ class OwnOrder(Heads):
 
 
 def _other_outputs(firsts: tuple[str, str]) -> None:
-    torch.manual_seed(0)
-    model = OwnOrder()
-    model.first = firsts[dist.get_rank()]
-    reference, batch = copy.deepcopy(model), torch.randn(4, 6)
-    loss_of(compile_eagerly(model)(batch.chunk(2)[dist.get_rank()])[0]).backward()
+    pair = _heads(make=OwnOrder)
+    pair.model.first = firsts[dist.get_rank()]
+    mine, batch = pair.next_batch()
+    LEFT(pair.call, mine).backward()
     losses = []
-    for first, mine in zip(firsts, batch.chunk(2), strict=True):
-        reference.first = first
-        losses.append(loss_of(reference(mine)[0]))
+    for pair.reference.first, rows in zip(firsts, batch.chunk(2), strict=True):
+        losses.append(LEFT(pair.reference, rows))
     (torch.stack(losses).sum() / 2).backward()
-    _compare(model, reference)
+    pair.compare_gradients()
 
 
 @pytest.mark.parametrize("firsts", [("left", "right"), ("left", "left")])
@@ -371,17 +324,17 @@ def test_ranks_may_return_other_outputs_in_another_order(firsts: tuple[str, str]
 
 
 def _uneven() -> None:
-    model, reference, batch, _ = _models()
-    fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "fsdp")))
-    compiled = compile_eagerly(model)
-    with no_sync(model):
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "fsdp"))
+    pair = _heads(Run.SHARDED, shard=functools.partial(fully_shard, mesh=mesh))
+    batch = pair.next_batch()[1]
+    with no_sync(pair.model):
         for _ in range(1 + dist.get_rank()):
-            loss_of(compiled(batch)[0]).backward()
-    loss_of(compiled(batch)[0]).backward()
+            LEFT(pair.call, batch).backward()
+    LEFT(pair.call, batch).backward()
     for _ in range(5):  # two of rank 0 and three of rank 1
-        (loss_of(reference(batch)[0]) / 2).backward()
-    assert reference.right.weight.grad is None
-    _compare(model, reference)
+        (LEFT(pair.reference, batch) / 2).backward()
+    assert pair.reference.right.weight.grad is None
+    pair.compare_gradients()
 
 
 def test_replicas_that_accumulate_fewer_microbatches_than_others() -> None:
@@ -415,18 +368,18 @@ def test_a_hook_on_an_input_of_an_unused_output_gets_zeros() -> None:
 
 
 def _one_each(replicas: int) -> None:
-    torch.manual_seed(0)
-    model, ranks = Heads(), dist.get_world_size()
-    reference, batch = copy.deepcopy(model), torch.randn(2 * ranks, 6)
+    ranks = dist.get_world_size()
+    pair = _heads()
     if replicas > 1:
         mesh = init_device_mesh("cpu", (replicas, ranks // replicas), mesh_dim_names=("dp_replicate", "fsdp"))
-        fully_shard(model, mesh=mesh)
+        fully_shard(pair.model, mesh=mesh)
     uses_right = dist.get_rank() == ranks - 1
-    loss_of(compile_eagerly(model)(batch.chunk(ranks)[dist.get_rank()])[int(uses_right)]).backward()
-    left, right = reference(batch)
+    mine, batch = pair.next_batch()
+    loss_of(pair.call(mine)[int(uses_right)]).backward()
+    left, right = pair.reference(batch)
     losses = [loss_of(each) for each in (*left.chunk(ranks)[:-1], right.chunk(ranks)[-1])]
     (torch.stack(losses).sum() / ranks).backward()
-    _compare(model, reference)
+    pair.compare_gradients()
 
 
 @pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.long)])
@@ -463,9 +416,9 @@ def test_replicas_of_units_on_other_meshes_agree() -> None:
 
 
 def _penalized_before() -> None:
-    model, _, _, mine = _models()
-    penalty = _penalty(model)
-    loss = _loss(*compile_eagerly(model)(mine))
+    pair = _heads()
+    penalty = _penalty(pair.model)
+    loss = BOTH(pair.call, pair.next_batch()[0])
     with pytest.raises(ConfigError, match="from before the model was sharded"):
         (loss + penalty).backward()
 

@@ -16,9 +16,10 @@ from tests import long
 from tests.fake_world import fake_world
 from tests.models.kinds import Stack
 from tests.models.unusual import KINDS
-from tests.numerics.one_process.pair import Differences, batches, loss_of, train_pair
+from tests.numerics.one_process.measure import Differences, batches, train_pair
 from tests.numerics.one_process.test_model_kinds import assert_equal_training
 from tests.ranks import run_ranks
+from tests.two_sides import loss_of
 
 LEFT_TO_PYTHON = ("recurrent", "recurrent-first", "experts")
 """No frame of these reaches the backend: they have to be sharded before."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -14,8 +15,9 @@ from torch.distributed.tensor import DTensor
 from fsdp_compile import fully_shard
 from tests import long
 from tests.models.kinds import Slim
-from tests.numerics.one_process.pair import batches, loss_of
+from tests.numerics.one_process.measure import batches, parameter_difference
 from tests.ranks import run_ranks
+from tests.two_sides import Run, WithOneProcess, loss_of
 
 Step = Callable[[nn.Module, torch.optim.Optimizer, torch.Tensor], torch.Tensor]
 
@@ -43,20 +45,16 @@ def _all_inside(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch
 
 def _train(step: Step) -> float:
     """The largest difference of a parameter from one process after three steps."""
-    torch.manual_seed(0)
-    model = Slim()
-    reference = copy.deepcopy(model)
-    fully_shard(model)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, reference)]
-    world, rank = dist.get_world_size(), dist.get_rank()
-    for batch in batches(3, 4 * world):
-        step(model, optimizers[0], batch.chunk(world)[rank])
-        loss_of(reference(batch)).backward()
-        optimizers[1].step()
-        optimizers[1].zero_grad()
-    pairs = zip(model.parameters(), reference.parameters(), strict=True)
-    assert all(isinstance(p, DTensor) for p in model.parameters())
-    return max((p.full_tensor() - q).abs().max().item() for p, q in pairs)  # type: ignore[attr-defined]
+    momentum = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    pair = WithOneProcess(Slim, Run.EAGER, optimizer=momentum, shape=32, rows=4)
+    optimizer, other = pair.optimizers[0]
+    for _ in range(3):
+        mine, batch = pair.next_batch()
+        step(pair.model, optimizer, mine)
+        loss_of(pair.reference(batch)).backward()
+        other.step()
+        other.zero_grad()
+    return parameter_difference(*pair)
 
 
 @pytest.mark.core

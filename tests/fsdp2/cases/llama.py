@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fsdp_compile.backend import fsdp
-from tests.fsdp2.pair import OPTIONS, Case, Pair, gathered_by_hooks
+from tests.fsdp2.decoder import case, gathered_by_hooks, pair_of
+from tests.two_sides import REDUCED_TWICE, compile_in_place
 
 VOCABULARY = 64
 
@@ -45,27 +45,30 @@ def _loss(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     return loss
 
 
+@case("llama")
 def trains_in_one_graph() -> None:
     for ties in (False, True):
-        pair = Pair.of(functools.partial(_make, ties=ties), sharded=_shard)
+        pair = pair_of(functools.partial(_make, ties=ties), sharded=_shard)
         with gathered_by_hooks() as hooked:
             # Eager code computes attention's gradients in another order than AOTAutograd's graphs.
-            pair.train(pair.compiled(), torch.compile(pair.reference, backend="aot_eager"), loss=_loss)
+            pair.train(pair.compiled(), other=torch.compile(pair.reference, backend="aot_eager"), loss=_loss)
         assert not hooked, hooked
 
 
+@case("llama")
 def trains_in_mixed_precision() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    pair = Pair.of(_make, sharded=_shard, mp_policy=policy)
-    pair.train(pair.compiled(), torch.compile(pair.reference, backend="aot_eager"), loss=_loss)
+    pair = pair_of(_make, sharded=_shard, mp_policy=policy)
+    pair.train(pair.compiled(), other=torch.compile(pair.reference, backend="aot_eager"), loss=_loss)
 
 
+@case("llama")
 def records_hidden_states() -> None:
-    pair = Pair.of(_make, sharded=_shard)
+    pair = pair_of(_make, sharded=_shard)
     tokens = torch.arange(24).view(2, 12)
     for in_place in (False, True):
         if in_place:
-            pair.model.compile(backend=fsdp, options=OPTIONS)
+            compile_in_place(pair.model)
         ours = pair.model if in_place else pair.compiled(fullgraph=False)
         for _ in range(2):
             with torch.no_grad():
@@ -75,25 +78,13 @@ def records_hidden_states() -> None:
                 assert torch.equal(a, b)
 
 
+@case("llama")
 def generates_different_lengths() -> None:
-    pair = Pair.of(_make, sharded=_shard)
+    pair = pair_of(_make, sharded=_shard)
     torch.manual_seed(0)
     plain: Any = _make()
-    pair.train(pair.compiled(), loss=_loss, steps=1, exact=False)
+    pair.train(pair.compiled(), loss=_loss, steps=1, within=REDUCED_TWICE)
     plain.load_state_dict({name: p.full_tensor() for name, p in pair.model.state_dict().items()})
     prompt = torch.arange(3, 7 if dist.get_rank() == 0 else 13)[None]
     made = pair.model.generate(prompt, max_length=16, do_sample=False)
     assert torch.equal(made, plain.generate(prompt, max_length=16, do_sample=False))
-
-
-GROUPS: dict[str, dict[str, Case]] = {
-    "llama": {
-        case.__name__: case
-        for case in (
-            trains_in_one_graph,
-            trains_in_mixed_precision,
-            records_hidden_states,
-            generates_different_lengths,
-        )
-    }
-}

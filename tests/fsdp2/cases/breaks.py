@@ -1,0 +1,219 @@
+"""Graph breaks and activation checkpointing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint as ck
+from torch import nn
+from torch.distributed._composable import checkpoint as composable_checkpoint
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+
+from tests.fsdp2.decoder import WIDTH, Block, Decoder, batch, case, gathered_by_hooks, pair_of
+from tests.two_sides import REDUCED_TWICE, compile_in_place
+
+# Graph breaks.
+
+
+class _BreakingBlock(Block):
+    breaks = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.n(x)
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return x + self.b(torch.relu(self.a(x)))
+
+
+class _Breaking(Decoder):
+    block = _BreakingBlock
+
+
+@case("breaks")
+def in_blocks() -> None:
+    pair = pair_of(_Breaking)
+    pair.train(pair.compiled(fullgraph=False), within=REDUCED_TWICE)
+
+
+@case("breaks")
+def in_one_block() -> None:
+    def prepare(model: Any) -> None:
+        model.blocks[0].breaks = False
+
+    pair = pair_of(_Breaking, prepare)
+    pair.train(pair.compiled(fullgraph=False), within=REDUCED_TWICE)
+
+
+@case("breaks")
+def in_the_root() -> None:
+    class Root(Decoder):
+        def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = self.norm(self.embedding(tokens))
+            for block in self.blocks:
+                x = block(x)
+                torch._dynamo.graph_break()
+            return x
+
+    pair = pair_of(Root)
+    with gathered_by_hooks() as hooked:
+        pair.train(pair.compiled(fullgraph=False), within=REDUCED_TWICE)
+    assert not [title for title in hooked if title.startswith("blocks")], hooked
+
+
+@case("breaks")
+def where_parameters_are_read() -> None:
+    shapes: list[tuple[int, ...]] = []
+
+    class Reads(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x, weight = self.n(x), self.a.weight
+            shapes.append(tuple(weight.shape))
+            x = x * float(weight.detach().abs().max() > 0)
+            torch._dynamo.graph_break()
+            first, *_ = list(self.parameters())
+            x = x * (1 + 0 * first.sum())
+            return x + self.b(torch.relu(F.linear(x, self.a.weight, self.a.bias)))
+
+    class Model(Decoder):
+        block = Reads
+
+    pair = pair_of(Model)
+    pair.train(pair.compiled(fullgraph=False), within=REDUCED_TWICE)
+    assert set(shapes) == {(2 * WIDTH, WIDTH)}
+
+
+@case("breaks")
+def by_disabled_code() -> None:
+    @torch.compiler.disable
+    def helper(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, linear.weight, linear.bias)
+
+    class Helped(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.b(torch.relu(helper(self.a, self.n(x))))
+
+    class Disabled(Block):
+        @torch.compiler.disable
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x)
+
+    for made in (Helped, Disabled):
+        model = type("Model", (Decoder,), {"block": made})
+        pair = pair_of(model)
+        pair.train(pair.compiled(fullgraph=False), within=REDUCED_TWICE)
+
+
+@case("breaks")
+def by_an_exception() -> None:
+    class Raises(Decoder):
+        raises = False
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            made = super().forward(tokens)
+            if self.raises:
+                raise ValueError("expected")
+            return made
+
+    pair = pair_of(Raises)
+    compiled = pair.compiled(fullgraph=False)
+    pair.train(compiled, steps=1)
+    pair.model.raises = True
+    for ours in (compiled, pair.model):
+        try:
+            ours(batch(0))
+        except ValueError:
+            continue
+        raise AssertionError("no error")
+    pair.model.raises = False
+    pair.train(compiled, steps=1)
+    pair.train(pair.model, steps=1)
+
+
+# Activation checkpointing.
+
+
+class _Checkpointed(Decoder):
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = ck.checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+@case("checkpointing")
+def in_the_model() -> None:
+    for compiles in (True, False):
+        pair = pair_of(_Checkpointed)
+        pair.train(pair.compiled() if compiles else pair.model)
+
+
+def _wrapped(model: Any) -> None:
+    for i in range(2):
+        model.blocks[i] = checkpoint_wrapper(model.blocks[i])
+
+
+@case("checkpointing")
+def by_wrappers() -> None:
+    pair = pair_of(prepare=_wrapped)
+    pair.train(pair.compiled())
+
+
+@case("checkpointing")
+def of_blocks_with_breaks() -> None:
+    class Model(_Checkpointed):
+        block = _BreakingBlock
+
+    pair = pair_of(Model)
+    pair.train(pair.compiled(fullgraph=False), within=REDUCED_TWICE)
+
+
+@case("checkpointing")
+def of_compiled_blocks() -> None:
+    pair = pair_of(_Checkpointed)
+    for block in pair.model.blocks:
+        compile_in_place(block, fullgraph=True)
+    pair.train(pair.model)
+
+
+# Checkpointing by hooks of modules.
+
+
+def _composable(model: Any) -> None:
+    for block in model.blocks:
+        composable_checkpoint(block)
+
+
+def _applied(model: Any) -> None:
+    apply_activation_checkpointing(model, check_fn=lambda m: isinstance(m, Block))
+
+
+@case("module_checkpointing")
+def composable() -> None:
+    for block in (Block, _BreakingBlock):
+        pair = pair_of(type("Model", (Decoder,), {"block": block}), _composable)
+        # Torch repeats such a forward outside of compiled code, also without FSDP.
+        with pytest.raises(ck.CheckpointError):
+            pair.backward(pair.compiled(fullgraph=False))
+        pair.zero_grad()
+    pair = pair_of(prepare=_composable)
+    with torch.no_grad():
+        pair.compiled(fullgraph=False)(batch(0))
+    pair.train(pair.model)
+
+
+@case("module_checkpointing")
+def wrapped_with_breaks() -> None:
+    pair = pair_of(type("Model", (Decoder,), {"block": _BreakingBlock}), _wrapped)
+    pair.train(pair.compiled(fullgraph=False), within=REDUCED_TWICE)
+
+
+@case("module_checkpointing")
+def applied() -> None:
+    pair = pair_of(prepare=_applied)
+    pair.train(pair.compiled())

@@ -1,0 +1,255 @@
+"""State that is saved and loaded, and parameters that are converted, swapped, frozen or written to."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
+
+from fsdp_compile.errors import UnsupportedModelError
+from tests.fsdp2.decoder import WIDTH, Block, Decoder, batch, case, cross_entropy, pair_of, shard
+from tests.two_sides import adamw, compile_eagerly
+
+# State.
+
+
+@case("state")
+def loaded_between_steps() -> None:
+    pair = pair_of()
+    compiled = pair.compiled()
+    pair.train(compiled, steps=1)
+    saved = {key: value.clone() for key, value in pair.model.state_dict().items()}
+    pair.train(compiled, steps=1)
+    for each in pair:
+        each.load_state_dict(saved)
+    pair.train(compiled, steps=1)
+    for each in pair:
+        each.load_state_dict({key: value.clone() for key, value in saved.items()}, assign=True)
+    pair.optimizers.clear()
+    pair.train(compiled)
+    for each in pair:
+        for parameter in each.parameters():
+            parameter.data = parameter.data * 0.9
+    pair.train(compiled, steps=1)
+    pair.train(pair.model, steps=1)
+
+
+@contextlib.contextmanager
+def _shared_folder() -> Iterator[str]:
+    folder = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [""]
+    dist.broadcast_object_list(folder)
+    yield folder[0]
+    dist.barrier()
+    shutil.rmtree(folder[0], ignore_errors=True)
+
+
+@case("state")
+def saved_by_dcp() -> None:
+    pair = pair_of()
+    pair.train(pair.compiled())
+    own, theirs = pair.optimizers[0]
+    with _shared_folder() as folder:
+        model_state, optimizer_state = get_state_dict(pair.model, own)
+        dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+        loaded = pair_of()
+        loaded.reference = loaded.other = pair.reference
+        loaded.steps = pair.steps
+        optimizer = adamw(list(loaded.model.parameters()))
+        model_state, optimizer_state = get_state_dict(loaded.model, optimizer)
+        dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+        set_state_dict(loaded.model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    loaded.optimizers.append((optimizer, theirs))
+    loaded.train(loaded.compiled())
+    full = get_model_state_dict(loaded.model, options=StateDictOptions(full_state_dict=True))
+    weight = full["blocks.0.a.weight"]
+    assert isinstance(weight, torch.Tensor)
+    assert weight.shape == (2 * WIDTH, WIDTH)
+
+
+@case("state")
+def read_in_a_forward() -> None:
+    class Reads(Decoder):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            made = super().forward(tokens)
+            return made + torch.stack([p.sum() for p in self.norm.parameters()]).sum()
+
+    pair = pair_of(Reads)
+    pair.train(pair.compiled())
+
+
+# Parameters that are converted, swapped and frozen.
+
+
+@case("changes")
+def swapped_tensors() -> None:
+    pair = pair_of()
+    compiled = pair.compiled()
+    pair.train(compiled, steps=1)
+    for each in pair:
+        parameter = each.blocks[0].a.weight
+        torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach() * 2))
+        each.load_state_dict(each.state_dict())
+    if dist.get_rank() >= 0:
+        for ours in (compiled, pair.model):
+            pair.zero_grad()
+            cross_entropy(ours, batch(1)).backward()
+            assert pair.model.blocks[0].a.weight.grad is not None
+
+
+@case("changes")
+def loaded_by_assignment() -> None:
+    pair = pair_of()
+    compiled = pair.compiled()
+    pair.train(compiled, steps=1)
+    state = {key: value.clone() * 0.9 for key, value in pair.model.state_dict().items()}
+    for each in pair:
+        each.load_state_dict({key: value.clone() for key, value in state.items()}, assign=True)
+    pair.optimizers.clear()
+    pair.train(compiled, steps=2)
+    pair.train(pair.model, steps=1)
+
+
+@case("changes")
+def toggled_in_each_step() -> None:
+    pair = pair_of()
+    compiled = pair.compiled()
+    pair.train(compiled, steps=1)
+    for step in range(1, 5):
+        for each in pair:
+            each.blocks[0].requires_grad_(requires_grad=step % 2 == 0)
+            each.blocks[1].requires_grad_(requires_grad=step % 2 == 1)
+        pair.train(compiled, steps=1)
+
+
+@case("changes")
+def another_dtype() -> None:
+    pair = pair_of()
+    compiled = pair.compiled()
+    pair.train(compiled, steps=1)
+    torch.manual_seed(0)
+    fresh = Decoder()
+    for name, parameter in fresh.named_parameters():
+        parameter.data = dict(pair.model.named_parameters())[name].full_tensor().detach()
+    fresh.double()
+    shard(fresh)
+    pair.model.double()
+    pair.reference = pair.other = fresh
+    pair.optimizers.clear()
+    pair.train(compiled, loss=_double_loss)
+    pair.train(pair.model, loss=_double_loss)
+
+
+@case("changes")
+def before_a_compiled_function_again() -> None:
+    pair = pair_of()
+    model = pair.model
+    step = compile_eagerly(lambda i: cross_entropy(model, i), fullgraph=True)
+
+    def loss(each: Any, tokens: torch.Tensor) -> torch.Tensor:
+        return step(tokens) if each is model else cross_entropy(each, tokens)
+
+    pair.train(model, steps=1, loss=loss)
+    for each in pair:
+        each.blocks[0].requires_grad_(requires_grad=False)
+    pair.train(model, steps=1, loss=loss)
+    for each in pair:
+        each.blocks[0].requires_grad_(requires_grad=True)
+    with pytest.raises(UnsupportedModelError, match="frozen are trained now, and a compiled function"):
+        step(batch(2))
+    pair.train(model, loss=loss)
+
+
+def _double_loss(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+
+
+# Writes.
+
+
+@case("writes")
+def into_gathered_parameters() -> None:
+    def normalized(weight: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            weight.div_(2)
+        return weight
+
+    def assigned(weight: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            weight[0] = 0
+        return weight
+
+    def of_data(weight: torch.Tensor) -> torch.Tensor:
+        weight.data.mul_(2)
+        return weight
+
+    def augmented(weight: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            weight -= 1
+        return weight
+
+    def out(weight: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            torch.mul(weight, 2, out=weight)
+        return weight
+
+    class Writes(Block):
+        write = staticmethod(normalized)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.b(torch.relu(F.linear(self.n(x), self.write(self.a.weight))))
+
+    for write in (normalized, assigned, of_data, augmented, out):
+        torch.compiler.reset()
+        block = type("Writing", (Writes,), {"write": staticmethod(write)})
+        pair = pair_of(type("Model", (Decoder,), {"block": block}))
+        with pytest.raises(BackendCompilerFailed, match=r"in place[^$]*state.py") as caught:
+            cross_entropy(pair.compiled(), batch(0)).backward()
+        assert isinstance(caught.value.inner_exception, UnsupportedModelError)
+
+
+@case("writes")
+def integer_operators() -> None:
+    operators: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        lambda w: w & 15,
+        lambda w: 15 & w,
+        lambda w: w | 1,
+        lambda w: w ^ 1,
+        lambda w: w >> 4,
+        lambda w: torch.bitwise_and(w, 15),
+        lambda w: w.__and__(15),
+    ]
+
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.packed = nn.Parameter(torch.arange(24, dtype=torch.uint8).view(4, 6), requires_grad=False)
+            self.scale = nn.Parameter(torch.ones(4, 1))
+
+        def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
+            return x @ (operators[which](self.packed).float() * self.scale).t()
+
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
+    pair = pair_of(Packed, sharded=fully_shard)
+    compiled = compile_eagerly(pair.model, fullgraph=True)
+    for which in range(len(operators)):
+        pair.zero_grad()
+        compiled(x, which).square().mean().backward()
+        pair.reference(x, which).square().mean().backward()
+        pair.compare_gradients()

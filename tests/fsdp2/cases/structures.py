@@ -1,0 +1,171 @@
+"""Structures of models and of units."""
+
+from __future__ import annotations
+
+from abc import ABC
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+from tests.fsdp2.decoder import WIDTH, Block, Decoder, batch, case, forward_graphs, gathered_by_hooks, pair_of
+from tests.two_sides import REDUCED_TWICE, compile_eagerly, compile_in_place
+
+
+def _make_sequential() -> nn.Module:
+    return nn.Sequential(nn.Embedding(50, WIDTH), Block(), Block(), nn.Linear(WIDTH, 50))
+
+
+def _shard_sequential(model: Any) -> None:
+    fully_shard(model[1])
+    fully_shard(model[2])
+    fully_shard(model)
+
+
+@case("structures")
+def containers_of_torch() -> None:
+    for in_place in (False, True):
+        pair = pair_of(_make_sequential, sharded=_shard_sequential)
+        compile_in_place(pair.model)
+        with forward_graphs() as graphs, gathered_by_hooks() as hooked:
+            pair.train(pair.model if in_place else compile_eagerly(pair.model))
+        assert graphs
+        assert not [title for title in hooked if title], (in_place, hooked)
+
+
+@case("structures")
+def units_of_several_modules() -> None:
+    def several(model: Any) -> None:
+        fully_shard([model.blocks[0], model.blocks[1]])
+        fully_shard([model.norm, model.head])
+        fully_shard(model)
+
+    pair = pair_of(sharded=several)
+    pair.train(pair.compiled())
+    pair.train(pair.model)
+
+
+@case("structures")
+def nested_units() -> None:
+    def nested(model: Any) -> None:
+        for block in model.blocks:
+            fully_shard(block.a)
+            fully_shard(block)
+        fully_shard(model)
+
+    pair = pair_of(sharded=nested)
+    pair.train(pair.compiled())
+    pair.train(pair.model)
+
+
+@case("structures")
+def a_unit_called_twice() -> None:
+    class Twice(Decoder):
+        def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = self.embedding(tokens)
+            for block in (*self.blocks, *self.blocks):
+                x = block(x)
+            return x
+
+    pair = pair_of(Twice)
+    pair.train(pair.compiled(), within=REDUCED_TWICE)
+    pair.train(pair.model, within=REDUCED_TWICE)
+
+
+@case("structures")
+def abstract_classes() -> None:
+    class Abstract(ABC, nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + x @ self.weight
+
+    def sharded(model: Any) -> None:
+        # FSDP2 itself cannot give such a class its own: "object layout differs".
+        fully_shard(model)
+
+    pair = pair_of(type("Model", (Decoder,), {"block": Abstract}), sharded=sharded)
+    pair.train(pair.compiled())
+
+
+@case("structures")
+def names_of_classes() -> None:
+    pair = pair_of()
+    before = {name: type(m) for name, m in pair.model.named_modules()}
+    pair.train(pair.compiled(), steps=1)
+    for name, module in pair.model.named_modules():
+        for attribute in ("__name__", "__qualname__", "__module__"):
+            assert getattr(type(module), attribute) == getattr(before[name], attribute)
+    assert type(pair.model.norm).__name__ == "LayerNorm"
+    assert isinstance(pair.model.norm, nn.LayerNorm)
+    assert pair.model._is_fsdp_managed_module is True
+
+
+@case("structures")
+def marks_of_managed_modules() -> None:
+    class Asks(Decoder):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            scale = 2 if getattr(self, "_is_fsdp_managed_module", False) else 1
+            return super().forward(tokens) * scale
+
+    pair = pair_of(Asks)
+    pair.train(pair.compiled())
+
+
+@case("structures")
+def reads_in_forwards() -> None:
+    class Reads(Decoder):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            made = super().forward(tokens)
+            named = dict(self.named_parameters())
+            taken = named["norm.weight"].sum() + self.norm.get_parameter("bias").sum()
+            first = next(self.blocks[0].parameters())
+            count = sum(p.numel() for p in self.parameters())
+            return made + taken + first.sum() + count / 1e6
+
+    pair = pair_of(Reads, sharded=fully_shard)
+    pair.train(pair.compiled(), within=REDUCED_TWICE)
+
+
+@case("structures")
+def returned_parameters() -> None:
+    class Returns(Decoder):
+        def forward(self, tokens: torch.Tensor) -> Any:
+            return super().forward(tokens), self.norm.weight
+
+    pair = pair_of(Returns)
+
+    def loss(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+        made, weight = model(tokens)
+        return F.cross_entropy(made.flatten(0, 1), tokens.flatten()) + 0.1 * weight.square().sum()
+
+    pair.train(pair.compiled(), loss=loss, within=REDUCED_TWICE)
+
+
+@case("structures")
+def forward_methods() -> None:
+    class Generates(Decoder):
+        def generate(self, tokens: torch.Tensor) -> torch.Tensor:
+            for _ in range(3):
+                tokens = torch.cat([tokens, self(tokens)[:, -1:].argmax(-1)], dim=1)
+            return tokens
+
+        def score(self, tokens: torch.Tensor) -> torch.Tensor:
+            return self.norm(self.embedding(tokens)).sum()
+
+    pair = pair_of(Generates)
+    compiled = pair.compiled()
+    pair.train(compiled, steps=1)
+    for each in pair:
+        register_fsdp_forward_method(each, "score")
+    with torch.no_grad():
+        assert torch.equal(pair.model.generate(batch(0)), pair.reference.generate(batch(0)))
+    pair.reference.reshard()
+    assert torch.equal(pair.model.score(batch(1)), pair.reference.score(batch(1)))
+    for each in pair:
+        each.reshard()
+    pair.train(compiled, steps=1)

@@ -1,0 +1,216 @@
+"""`unshard()` and `reshard()` by the user, and other values by `functional_call`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.distributed.tensor import DTensor
+
+from fsdp_compile.errors import UnsupportedModelError
+from fsdp_compile.fsdp2.take_over import model_of
+from fsdp_compile.ir.graph import Role, StepGraph, require, role_of
+from tests.fsdp2.decoder import Block, Decoder, batch, case, cross_entropy, forward_graphs, pair_of
+from tests.two_sides import REDUCED_TWICE, adamw, compile_eagerly
+
+
+def units_gathered(step: StepGraph) -> set[str]:
+    """The units whose parameters a graph gathers."""
+    return {unit for node in step.nodes(Role.GATHER) for unit, _ in require(node).claims}
+
+
+# unshard() and reshard() by the user.
+
+
+@case("unshard")
+def before_a_compiled_forward() -> None:
+    pair = pair_of()
+    compiled = pair.compiled()
+    pair.train(compiled, steps=1)
+    with forward_graphs() as graphs:
+        for _ in (1, 2):
+            for each in pair:
+                each.unshard(async_op=True)
+                each.blocks[0].unshard()
+            pair.train(compiled, steps=1)
+    assert len(graphs) == 1, len(graphs)
+    taken = [require(n) for n in graphs[0].graph.find_nodes(op="placeholder") if role_of(n) is Role.UNSHARDED_PARAM]
+    assert {record.unit for record in taken} == {"(root)", "blocks.0"}, taken
+    assert units_gathered(graphs[0]) == {"blocks.1", "embedding", "head"}
+    units = model_of(pair.model)
+    assert units is not None
+    assert not any(group.gathered for group in units.groups)
+    with forward_graphs() as graphs:
+        pair.train(compiled, steps=1)
+        pair.train(pair.model, steps=1)
+    assert not graphs
+
+
+@case("unshard")
+def before_the_first_forward() -> None:
+    pair = pair_of()
+    compiled = pair.compiled()
+    for _ in range(3):
+        for each in pair:
+            each.unshard(async_op=True)
+            each.blocks[0].unshard(async_op=True)
+        pair.train(compiled, steps=1)
+
+
+@case("unshard")
+def before_an_evaluation() -> None:
+    pair = pair_of()
+    compiled = pair.compiled()
+    pair.train(compiled, steps=1)
+    for _ in range(2):
+        for each in pair:
+            each.unshard()
+        with torch.no_grad():
+            assert torch.equal(compiled(batch(9)), pair.reference(batch(9)))
+    pair.reference.reshard()
+    pair.train(compiled, steps=1)
+
+
+@case("unshard")
+def and_reshard() -> None:
+    pair = pair_of()
+    compiled = pair.compiled()
+    pair.train(compiled, steps=1)
+    for each in pair:
+        each.unshard()
+        each.blocks[1].unshard()
+        each.reshard()
+        each.blocks[1].reshard()
+    assert all(isinstance(p, DTensor) for p in pair.model.parameters())
+    pair.train(compiled, steps=1)
+    for each in pair:
+        each.unshard()
+    pair.train(pair.model, steps=1)
+
+
+@case("unshard")
+def before_a_compiled_function() -> None:
+    pair = pair_of()
+    model = pair.model
+    step = compile_eagerly(lambda i: cross_entropy(model, i), fullgraph=True)
+
+    def loss(each: Any, tokens: torch.Tensor) -> torch.Tensor:
+        return step(tokens) if each is model else cross_entropy(each, tokens)
+
+    pair.train(model, steps=1, loss=loss)
+    for each in pair:
+        each.unshard()
+    pair.train(model, steps=1, loss=loss)
+    pair.train(model, steps=1)
+
+
+@case("unshard")
+def kept_between_microbatches() -> None:
+    for reshards in (None, False):
+        pair = pair_of(reshard_after_forward=reshards)
+        compiled = pair.compiled(fullgraph=False)
+        for _ in range(2):
+            for micro in range(3):
+                for each in pair:
+                    each.set_requires_gradient_sync(micro == 2)
+                    each.set_reshard_after_backward(micro == 2)
+                pair.backward(compiled)
+            pair.compare_gradients()
+            for each in pair:
+                adamw(list(each.parameters())).step()
+            pair.zero_grad()
+        pair.compare_parameters()
+
+
+# functional_call.
+
+
+def _values(model: Any) -> dict[str, torch.Tensor]:
+    return {name: p.full_tensor().detach() * 0.5 for name, p in model.named_parameters()}
+
+
+@case("functional_call")
+def around_a_forward() -> None:
+    pair = pair_of()
+    compiled, plain = pair.compiled(), Decoder()
+    pair.train(compiled, steps=1)
+    values = {name: value.requires_grad_() for name, value in _values(pair.model).items()}
+    expected = torch.func.functional_call(plain, values, (batch(1),))
+    wanted = torch.autograd.grad(expected.square().sum(), list(values.values()))
+    some = {name: values[name] for name in ("blocks.0.a.weight", "norm.weight")}
+    rest = {name: p.full_tensor().detach() for name, p in pair.model.named_parameters() if name not in some}
+    partly = torch.func.functional_call(plain, {**rest, **some}, (batch(1),))
+    for model, prefix in ((pair.model, ""), (compiled, "_orig_mod.")):
+        made = torch.func.functional_call(model, {prefix + n: v for n, v in values.items()}, (batch(1),))
+        assert torch.equal(made, expected)
+        found = torch.autograd.grad(made.square().sum(), list(values.values()))
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+        made = torch.func.functional_call(model, {prefix + n: v for n, v in some.items()}, (batch(1),))
+        assert torch.equal(made, partly)
+        if not prefix:
+            pair.train(compiled, steps=1)
+        pair.model.reshard()  # FSDP2 leaves the root gathered
+        rest = {name: p.full_tensor().detach() for name, p in pair.model.named_parameters() if name not in some}
+        partly = torch.func.functional_call(plain, {**rest, **some}, (batch(1),))
+    pair.train(pair.model, steps=1)
+    pair.train(compiled, steps=1)
+
+
+@case("functional_call")
+def of_sharded_values() -> None:
+    pair = pair_of()
+    compiled = pair.compiled()
+    pair.train(compiled, steps=1)
+    sharded = {f"_orig_mod.{name}": p.detach() * 2 for name, p in pair.model.named_parameters()}
+    with pytest.raises(UnsupportedModelError, match=r"full_tensor\(\)"):
+        torch.func.functional_call(compiled, sharded, (batch(0),))
+
+
+class _Halved(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        halves = {f"0.{name}": p / 2 for name, p in self.a.named_parameters()}
+        half = torch.func.functional_call(nn.Sequential(self.a), halves, (self.n(x),))
+        return x + self.b(torch.relu(half))
+
+
+class _Maml(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        values: dict[str, torch.Tensor] = dict(self.b.named_parameters())
+        hidden = torch.relu(self.a(self.n(x)))
+
+        def inner(values: dict[str, torch.Tensor]) -> torch.Tensor:
+            return torch.func.functional_call(self.b, values, (hidden.detach(),)).square().mean()
+
+        grads = torch.func.grad(inner)(values)
+        moved = {name: value - 0.1 * grads[name] for name, value in values.items()}
+        return x + torch.func.functional_call(self.b, moved, (hidden,))
+
+
+@case("functional_call")
+def in_a_forward() -> None:
+    for made in (_Halved, _Maml):
+        model = type("Model", (Decoder,), {"block": made})
+        pair = pair_of(model)
+        pair.train(pair.model, steps=1)
+        pair = pair_of(model)
+        pair.train(pair.compiled(fullgraph=False), within=REDUCED_TWICE)
+
+
+@case("functional_call")
+def in_a_frozen_block() -> None:
+    model = type("Model", (Decoder,), {"block": _Maml})
+    pair = pair_of(model)
+    for each in pair:
+        each.blocks[1].requires_grad_(requires_grad=False)
+    pair.train(pair.compiled(fullgraph=False), within=REDUCED_TWICE)
+
+
+@case("functional_call")
+def in_one_graph() -> None:
+    pair = pair_of(type("Model", (Decoder,), {"block": _Halved}))
+    with pytest.raises(BackendCompilerFailed, match="functional_call") as caught:
+        pair.compiled()(batch(0))
+    assert isinstance(caught.value.inner_exception, UnsupportedModelError)

@@ -1,0 +1,142 @@
+"""A decoder that torch's FSDP2 shards, beside itself in eager code, and the programs that are run with both."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from fsdp_compile import backend
+from fsdp_compile.fsdp2.unit import Unit
+from fsdp_compile.ir.graph import Phase, StepGraph
+from tests.two_sides import Loss, WithFsdp2
+
+WIDTH = 16
+VOCABULARY = 50
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(WIDTH, 2 * WIDTH)
+        self.b = nn.Linear(2 * WIDTH, WIDTH)
+        self.n = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.b(torch.relu(self.a(self.n(x))))
+
+
+class Decoder(nn.Module):
+    """An embedding, blocks, a norm that is in the unit of the root, and a head."""
+
+    block: type[nn.Module] = Block
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList([self.block() for _ in range(2)])
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        return self.head(self.norm(self.hidden(tokens)))
+
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Tied(Decoder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def shard(model: nn.Module, **settings: Any) -> None:
+    """Calls torch's `fully_shard` on the blocks, the embedding, the head and the rest."""
+    assert isinstance(model, Decoder)
+    for block in model.blocks:
+        fully_shard(block, **settings)
+    if model.head.weight is model.embedding.weight:
+        fully_shard([model.embedding, model.head], **settings)
+    else:
+        fully_shard(model.embedding, **settings)
+        fully_shard(model.head, **settings)
+    fully_shard(model, **settings)
+
+
+def batch(step: int, shape: tuple[int, int] = (2, 5)) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(step * 100 + dist.get_rank())
+    return torch.randint(0, VOCABULARY, shape, generator=generator)
+
+
+def cross_entropy(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten())
+
+
+def pair_of(
+    make: Callable[[], nn.Module] = Decoder,
+    prepare: Callable[[Any], object] = id,
+    sharded: Callable[..., object] = shard,
+    loss: Loss = cross_entropy,
+    **settings: Any,
+) -> WithFsdp2:
+    def prepared(model: Any) -> None:
+        prepare(model)
+        sharded(model, **settings)
+
+    return WithFsdp2(make, prepared, batch, loss)
+
+
+@contextlib.contextmanager
+def gathered_by_hooks() -> Iterator[list[str]]:
+    """The units that FSDP2's hooks gather in the block, once for each time."""
+    titles: list[str] = []
+    begin = Unit.begin_hooks
+
+    def noted(unit: Unit) -> None:
+        titles.append(unit.title)
+        begin(unit)
+
+    with mock.patch.object(Unit, "begin_hooks", noted):
+        yield titles
+
+
+@contextlib.contextmanager
+def forward_graphs() -> Iterator[list[StepGraph]]:
+    """The forward graphs that are compiled in the block."""
+    found: list[StepGraph] = []
+    transform = backend.transform
+
+    def noted(step: StepGraph, *args: Any, **kwargs: Any) -> Any:
+        made = transform(step, *args, **kwargs)
+        if step.phase is Phase.FORWARD:
+            found.append(step)
+        return made
+
+    with mock.patch.object(backend, "transform", noted):
+        yield found
+
+
+Case = Callable[[], None]
+GROUPS: dict[str, dict[str, Case]] = {}
+
+
+def case(group: str) -> Callable[[Case], Case]:
+    """A program that runs its model compiled, and FSDP2's eager code beside it."""
+
+    def add(function: Case) -> Case:
+        GROUPS.setdefault(group, {})[function.__name__] = function
+        return function
+
+    return add

@@ -1,0 +1,135 @@
+"""Measures how far a compiled model on several ranks is from a copy of it in one process on the whole batch."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_compile import clip_grad_norm_
+from tests.two_sides import Run, WithOneProcess, both, can_be_split, loss_of, mean_over_ranks, whole
+
+LEARNING_RATE = 1e-2
+EPS = 1e-3
+"""Added to the root of squared gradients. With AdamW's own 1e-8 an update is the sign of its gradient, so that sums of
+float32 in another order move a parameter by the learning rate wherever its gradient is zero but for rounding: how many
+those are depends on the processor."""
+
+
+def adamw_with_eps(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer of measured trainings."""
+    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, eps=EPS)
+
+
+Prepare = Callable[[nn.Module], object]
+
+
+@dataclasses.dataclass
+class Differences:
+    """Largest differences from one process over all steps; `None` gradients must agree exactly.
+
+    Attributes:
+        loss: Relative to the loss.
+        gradient: Relative to the largest element of the parameter's gradient.
+        parameter: Absolute, in units of the learning rate.
+    """
+
+    loss: float = 0.0
+    gradient: float = 0.0
+    parameter: float = 0.0
+
+
+def train_pair(
+    make: Callable[[], nn.Module],
+    *,
+    lower: str = "eager",
+    prepare: Prepare | None = None,
+    options: dict[str, Any] | None = None,
+    steps: int = 3,
+    autocast: torch.dtype | None = None,
+    clip: float | None = None,
+    sizes: tuple[int, ...] = (4,),
+) -> Differences:
+    """Trains a model beside one process and measures how far they are apart; to be called on every rank.
+
+    Args:
+        make: Makes the model.
+        lower: As in `FSDPOptions`.
+        prepare: Called with the model before it is compiled (`fully_shard`, say).
+        options: More options of the compile.
+        steps: Optimizer steps.
+        autocast: Runs both forwards under this autocast dtype.
+        clip: Clips gradient norms to this.
+        sizes: Rows per rank, one after the other, over and over.
+    """
+
+    def loss(call: Any, batch: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", autocast) if autocast else contextlib.nullcontext():
+            return loss_of(call(batch))
+
+    pair = WithOneProcess(
+        make,
+        Run.PLAIN if prepare is None else Run.SHARDED,
+        prepare or id,
+        loss,
+        optimizer=adamw_with_eps,
+        shape=32,
+        twice=False,
+        **{"lower": lower, **(options or {})},
+    )
+    found = Differences()
+    for step in range(steps):
+        pair.rows = sizes[step % len(sizes)]
+        mine, theirs = pair.losses()
+        mine.backward()
+        theirs.backward()
+        found.loss = max(found.loss, relative(mean_over_ranks(mine), theirs.detach()))
+        found.gradient = max(found.gradient, gradient_difference(*pair))
+        if clip is not None:
+            is_split = all(isinstance(p, DTensor) for p in pair.model.parameters())
+            # torch's does not mix DTensors and tensors.
+            clipping: Any = nn.utils.clip_grad_norm_ if is_split else clip_grad_norm_
+            norm = clipping(pair.model.parameters() if is_split else pair.model, clip)
+            expected = nn.utils.clip_grad_norm_(pair.reference.parameters(), clip)
+            found.gradient = max(found.gradient, relative(whole(norm), expected))
+        pair.update()
+    found.parameter = parameter_difference(*pair) / LEARNING_RATE
+    return found
+
+
+def batches(steps: int, rows: int, *, seed: int = 1) -> list[torch.Tensor]:
+    """The same batches on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(rows, 32, generator=generator) for _ in range(steps)]
+
+
+def relative(value: torch.Tensor, reference: torch.Tensor) -> float:
+    """The largest difference, relative to the largest element."""
+    return ((value - reference).abs().max() / reference.abs().max().clamp(min=1e-6)).item()
+
+
+def gradient_difference(model: nn.Module, reference: nn.Module) -> float:
+    """The largest difference of a parameter's gradient, relative to its largest element; `None` must agree exactly."""
+    worst = 0.0
+    for name, mine, theirs in both(model, reference):
+        assert (mine.grad is None) == (theirs.grad is None), f"{name}: {mine.grad} against {theirs.grad}"
+        if mine.grad is None or theirs.grad is None or theirs.numel() == 0:
+            continue
+        assert isinstance(mine.grad, DTensor) == isinstance(mine, DTensor), name
+        worst = max(worst, relative(whole(mine.grad), theirs.grad))
+    return worst
+
+
+def parameter_difference(model: nn.Module, reference: nn.Module) -> float:
+    """The largest difference of any element of any parameter."""
+    worst = 0.0
+    for name, mine, theirs in both(model, reference):
+        assert isinstance(mine, DTensor) == can_be_split(theirs), name
+        if theirs.numel():
+            worst = max(worst, (whole(mine) - theirs).abs().max().item())
+    return worst
