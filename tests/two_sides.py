@@ -146,6 +146,11 @@ def can_be_split(tensor: torch.Tensor) -> bool:
 # What is run.
 
 
+def _given(call: Any, otherwise: Any) -> Any:
+    """What is called, whose truth is that of its length where `torch.compile` made it."""
+    return otherwise if call is None else call
+
+
 class Sides:
     """A model and its reference.
 
@@ -200,7 +205,7 @@ class Sides:
         """Those of the next batch."""
         mine, theirs = self.next_batch()
         loss = loss or self.loss
-        return loss(call or self.call, mine), loss(other or self.other, theirs)
+        return loss(_given(call, self.call), mine), loss(_given(other, self.other), theirs)
 
     def backward(
         self, call: Any = None, other: Any = None, *, loss: Loss | None = None, within: Within | None = None
@@ -277,9 +282,9 @@ class Sides:
         self.compare_parameters(within)
 
 
-def made(make: Callable[[], Any], seed: int = 0) -> Any:
+def made(make: Callable[[], Any]) -> Any:
     """A model of one seed on all ranks."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     return make()
 
 
@@ -400,11 +405,11 @@ class WithOneProcess(Sides):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Those of the next batch; the model's own is of this rank's rows."""
         mine, theirs = self.next_batch()
-        call, loss = call or self.call, loss or self.loss
+        call, loss = _given(call, self.call), loss or self.loss
         first = loss(call, mine).detach() if self.twice else None
         found = loss(call, mine)
         assert first is None or torch.equal(first, found.detach()), "the second call read something else"
-        return found, loss(other or self.other, theirs)
+        return found, loss(_given(other, self.other), theirs)
 
     def compare_losses(self, mine: torch.Tensor, theirs: torch.Tensor, within: Within | None = None) -> None:
         """Asserts that the average over ranks is that of one process."""

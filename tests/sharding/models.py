@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -57,6 +57,12 @@ def same_call(modules: Iterable[nn.Module]) -> list[list[nn.Module]]:
         if (state := state_of(module)) is not None:
             calls.setdefault(state, []).append(module)
     return list(calls.values())
+
+
+def made(make: Callable[[], nn.Module] = Model, seed: int = 0) -> Any:
+    """A model of one seed on all ranks."""
+    torch.manual_seed(seed)
+    return make()
 
 
 def batch(step: int, rank: int | None = None) -> torch.Tensor:

@@ -25,8 +25,7 @@ from fsdp_compile._torch import fully_shard_calls as private
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.sharding.fully_shard import fully_shard
 from tests.ranks import run_ranks
-from tests.sharding.models import Block, Model, batch, full, same, same_call, train_alike, train_near_one_process
-from tests.two_sides import made
+from tests.sharding.models import Block, Model, batch, full, made, same, same_call, train_alike, train_near_one_process
 
 
 def _names(model: nn.Module) -> list[str]:
@@ -205,7 +204,7 @@ def _two_dtypes() -> int:
 
 
 def test_a_second_dtype_is_a_second_group() -> None:
-    assert run_ranks(_two_dtypes) == [(True, 2)] * 2
+    assert run_ranks(_two_dtypes) == [2, 2]
 
 
 def test_a_second_dtype_needs_a_torch_with_lists_of_groups(

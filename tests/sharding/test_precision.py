@@ -18,8 +18,7 @@ from fsdp_compile.config.policy import MixedPrecision
 from fsdp_compile.sharding.arguments import ShardingSettings
 from fsdp_compile.sharding.fully_shard import fully_shard
 from tests.ranks import run_ranks
-from tests.sharding.models import Block, Model, train_alike
-from tests.two_sides import made
+from tests.sharding.models import Block, Model, made, train_alike
 
 
 class _Normed(nn.Module):

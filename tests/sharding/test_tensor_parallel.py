@@ -261,7 +261,7 @@ def _by_hand() -> None:
     plain(x).square().mean().backward()
     model(given).full_tensor().square().mean().backward()
     for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(whole(found.grad), expected.grad)  # type: ignore[arg-type]
+        torch.testing.assert_close(whole(found.grad), expected.grad)
     expected_norm = nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
     torch.testing.assert_close(fsdp_compile.clip_grad_norm_(model, 1e9), expected_norm)
 

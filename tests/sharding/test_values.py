@@ -19,8 +19,7 @@ from fsdp_compile.sharding import fully_shard as front
 from fsdp_compile.sharding.fully_shard import fully_shard
 from fsdp_compile.sharding.materialize import materialize
 from tests.ranks import run_ranks
-from tests.sharding.models import Block, Model, full, same, train_alike, train_near_one_process
-from tests.two_sides import made
+from tests.sharding.models import Block, Model, full, made, same, train_alike, train_near_one_process
 
 
 class _Frequencies(nn.Module):

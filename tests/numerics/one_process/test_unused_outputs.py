@@ -268,7 +268,7 @@ def _after_another_graph() -> None:
     for (_, call), weight in zip(pair.called(), weights, strict=True):
         outputs = call(_before(weight, batch)[0])
         (outputs[0].mean() + loss_of(outputs[1])).backward()
-    close(*(weight.grad for weight in weights), "gradient of what came before")
+    close(weights[0].grad, weights[1].grad, "gradient of what came before")
     pair.compare_gradients()
 
 
