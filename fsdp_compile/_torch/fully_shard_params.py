@@ -18,12 +18,26 @@ def sharded_param(param: TorchParam) -> nn.Parameter:
     return found
 
 
-def seen_params(params: Sequence[TorchParam]) -> list[tuple[int, int, bool]]:
-    """What differs once DTensor parameters were replaced, written to by `.data`, frozen or thawed.
+Seen = tuple[TorchParam, nn.Parameter, torch.Tensor, bool]
+"""A parameter, and what it was when it was looked at: its DTensor, that one's local tensor, whether it is trained."""
 
-    Each forward asks: there is no call of Python for each parameter.
-    """
-    return [(id(p := each.sharded_param), id(p._local_tensor), p.requires_grad) for each in params]
+
+def seen_params(params: Sequence[TorchParam]) -> list[Seen]:
+    """What differs once DTensor parameters were replaced, written to by `.data`, frozen or thawed."""
+    return [(each, p := each.sharded_param, p._local_tensor, p.requires_grad) for each in params]
+
+
+def are_changed(seen: Sequence[Seen]) -> bool:
+    """Whether any parameter differs from what was seen."""
+    # Each forward asks: no call of Python for each parameter.
+    for each, parameter, local, is_trained in seen:
+        if (
+            each.sharded_param is not parameter
+            or parameter._local_tensor is not local
+            or parameter.requires_grad is not is_trained
+        ):
+            return True
+    return False
 
 
 def shape_of(param: TorchParam) -> tuple[int, ...]:

@@ -54,7 +54,7 @@ from fsdp_compile.fsdp2.accumulation import follow_no_sync
 from fsdp_compile.fsdp2.module_class import user_class
 from fsdp_compile.fsdp2.param_group import ParamGroup
 from fsdp_compile.fsdp2.shards import local_of
-from fsdp_compile.fsdp2.take_over import follow_changes, model_of, sharded_root, take_over
+from fsdp_compile.fsdp2.take_over import follow_changes, model_of, sharded_root, take_over, watch_calls
 from fsdp_compile.fsdp2.updates import update_as
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.sharding.fully_shard import fully_shard
@@ -67,7 +67,7 @@ def watch(backend: Callable[..., Any]) -> None:
     def wrapped(compiled: OptimizedModule, module: nn.Module) -> None:
         _FirstCall(compiled, module, lambda: given_backend(compiled.dynamo_ctx).options)
         if hooks_are_traced(module):
-            compiled.register_forward_pre_hook(follow_changes)
+            watch_calls(compiled)
 
     def in_place(module: nn.Module, arguments: Mapping[str, Any]) -> None:
         _remove_hooks(module)

@@ -185,6 +185,12 @@ def _follow_conversions(model: Model) -> None:
         _give_classes(model)
 
 
+def watch_calls(compiled: OptimizedModule) -> None:
+    """Follows, before each call of a compiled root whose hooks Dynamo traces, what users have done with parameters."""
+    compiled.register_forward_pre_hook(follow_changes)
+    compiled.register_forward_hook(_leave_call, always_call=True)
+
+
 def follow_changes(module: nn.Module, *_: object) -> None:
     """Before a call of a compiled root whose hooks Dynamo traces: follows what users have done with parameters."""
     if not torch.compiler.is_compiling():
@@ -199,6 +205,13 @@ def _follow_changes(module: nn.Module) -> None:
         _follow_conversions(model)
         for unit in model.units:
             unit.follow()
+        model.followed_in = call_of(module) if root is not module else None
+
+
+def _leave_call(compiled: OptimizedModule, *_: object) -> None:
+    model = None if torch.compiler.is_compiling() else model_of(compiled._orig_mod)
+    if model is not None:
+        model.followed_in = None  # its frame holds inputs
 
 
 # FSDP2's hooks.
@@ -340,5 +353,5 @@ def _is_ours(compiler: Any) -> bool:
     return given_backend(compiler).function in _backends
 
 
-for _function in (follow_changes, _note_watched, compiler_of_calls, _FirstPreHook.__call__):
+for _function in (follow_changes, _leave_call, _note_watched, compiler_of_calls, _FirstPreHook.__call__):
     skip_code(_function.__code__)

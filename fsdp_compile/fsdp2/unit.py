@@ -29,7 +29,7 @@ from fsdp_compile._torch import fully_shard_params as torch_params
 from fsdp_compile._torch.autograd import after_this_backward, backward_in_progress
 from fsdp_compile._torch.dynamo import call_of, is_on_stack, keep_sizes_fixed
 from fsdp_compile.errors import UnsupportedModelError
-from fsdp_compile.fsdp2.module_class import refresh_reads, set_flat
+from fsdp_compile.fsdp2.module_class import deferred_units, refresh_reads, set_flat
 from fsdp_compile.fsdp2.param_group import ParamGroup
 
 
@@ -47,11 +47,13 @@ class Model:
     Attributes:
         root: The module of FSDP2's root state.
         units: In the order of FSDP2's states.
+        followed_in: The call of a compiled root before which all units have followed their parameters.
     """
 
     def __init__(self, root: nn.Module) -> None:
         self._root = weakref.ref(root)
         self.units: list[Unit] = []
+        self.followed_in: FrameType | None = None
         self._pending: set[ParamGroup] = set()
         self._ends_with: set[int] = set()
 
@@ -66,6 +68,11 @@ class Model:
     def groups(self) -> list[ParamGroup]:
         """The parameter groups of all units."""
         return [group for unit in self.units for group in unit.groups]
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether the forward that runs is in the call before which all units have followed their parameters."""
+        return self.followed_in is not None and is_on_stack(self.followed_in)
 
     @property
     def has_pending(self) -> bool:
@@ -200,8 +207,12 @@ class Unit:
     def defer(self, call: FrameType | None) -> None:
         """Begins a call that Dynamo watches: a graph gathers the unit, or the first read in Python does."""
         self.gatherer = Gatherer.DEFERRED
-        self._call = call
+        self._set_call(call)
         self.follow()
+
+    def _set_call(self, call: FrameType | None) -> None:
+        self._call = call
+        (deferred_units.discard if call is None else deferred_units.add)(id(self))
 
     def continue_forward(self) -> None:
         """After the model was taken over in the middle of a forward: leaves a call that FSDP2 has begun to graphs."""
@@ -223,7 +234,7 @@ class Unit:
     def is_deferred(self) -> bool:
         """Whether such a call runs: it may have raised, or may have begun before the model was taken over."""
         if self.gatherer is Gatherer.DEFERRED and (self._call is None or not is_on_stack(self._call)):
-            self.gatherer, self._call = Gatherer.GRAPH, None
+            self.end_deferred()
         return self.gatherer is Gatherer.DEFERRED
 
     @property
@@ -234,7 +245,7 @@ class Unit:
 
     def begin_hooks(self) -> None:
         """Makes FSDP2's hooks gather the unit from here on."""
-        self._call = None
+        self._set_call(None)
         self.follow(by_hooks=True)
         for group in self.groups:
             group.pending.give_to_torch()
@@ -311,7 +322,8 @@ class Unit:
 
     def end_deferred(self) -> None:
         """Ends a call in which Python has read no parameter of the unit."""
-        self.gatherer, self._call = Gatherer.GRAPH, None
+        self.gatherer = Gatherer.GRAPH
+        self._set_call(None)
 
     def gather_late(self, module: nn.Module) -> None:
         """Runs FSDP2's pre-forward for a unit that Python reads in a forward which Dynamo was to compile."""

@@ -245,7 +245,8 @@ def entered(
 
     def run(*args: Any) -> Any:
         groups = {at: group for at in flats if (group := ParamGroup.of(args[at])) is not None}
-        if not all(group.unit.is_called for group in groups.values()):
+        models = {group.unit.model for group in groups.values()}
+        if not all(m.is_followed for m in models) and not all(group.unit.is_called for group in groups.values()):
             args = _followed(args, groups)
         CastBuffer.follow_all()
         outputs = compiled(*args)
@@ -262,14 +263,6 @@ def entered(
 def _followed(args: tuple[Any, ...], groups: Groups) -> tuple[Any, ...]:
     """The arguments with the edges to the parameters that there are now."""
     for group in groups.values():
-        if group.is_converted:
-            raise UnsupportedModelError(
-                "parameters were converted since the last call of a compiled function, whose graph is for what they "
-                "were",
-                where=f"unit {group.title}",
-                instead="torch.compile(model) in the place of a compiled function, or one uncompiled forward of the "
-                "model after the conversion",
-            )
         group.unit.follow()
     thawed = [group for at, group in groups.items() if group.edge.requires_grad and not args[at].requires_grad]
     if thawed and torch.is_grad_enabled():
