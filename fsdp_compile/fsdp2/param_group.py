@@ -163,6 +163,12 @@ class ParamGroup:
         found = ParamGroup._by_address.get(flat.data_ptr())  # type: ignore[attr-defined]
         return found if found is not None and found.flat.numel() == flat.numel() else None  # type: ignore[attr-defined]
 
+    @staticmethod
+    def has_padding_between(view: torch.Tensor, begin: int, end: int) -> bool:
+        """Whether some elements of the memory of a view are padding of a group's flat buffer, and nothing else."""
+        group = ParamGroup._by_address.get(view.untyped_storage().data_ptr())
+        return group is not None and begin < end and not any(begin <= p.spec.offset < end for p in group.params)
+
     def give_memory(self, flat: torch.Tensor) -> None:
         """Puts a buffer with an address in the place of one on meta, where FSDP2's shards stay: for plans."""
         self.flat = flat
