@@ -1,6 +1,6 @@
 """What runs before and after a compiled graph in each step: one object, which looks its parameter groups up once.
 
-It is plain data, which is stored beside the code of the graph. `entered` is around both graphs of a region.
+`entered` is around both graphs of a region.
 """
 
 from __future__ import annotations
