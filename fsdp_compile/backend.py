@@ -55,7 +55,7 @@ def fsdp(
         mode: As for `torch.compile`: a set of Inductor settings by name.
 
     Raises:
-        ConfigError: For a wrong option, or a function over a plain model.
+        ConfigError: For a wrong option, or for a function over a plain model, or one that is compiled in place.
         UnsupportedModelError: For a model that cannot be compiled.
     """
     checked = FSDPOptions.from_dict(options)
@@ -154,6 +154,7 @@ def _before_compile(frame: FrameToCompile) -> None:
             unaveraged.refuse_plain_forward(module)
 
 
+plain.refuse_first_in_place()  # before anything is changed: another compile may import this module again
 double_recompile_limit()
 note_backend(fsdp)
 plain.watch(fsdp)
