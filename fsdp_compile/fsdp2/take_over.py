@@ -7,7 +7,6 @@ backend first meets the model, after FSDP2's own lazy initialization.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import threading
 import weakref
@@ -15,11 +14,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_map
 
 from fsdp_compile._torch import fully_shard as fsdp2
 from fsdp_compile._torch.autograd import outside_of_transforms
+from fsdp_compile._torch.distributed import cast
 from fsdp_compile._torch.dynamo import (
     OptimizedModule,
     call_of,
@@ -234,22 +232,6 @@ def _pre_hook(unit: Unit, hook: fsdp2.PreHook) -> fsdp2.PreHook:
 
     skip_code(pre_forward.__code__)
     return pre_forward
-
-
-def cast(value: Any, dtype: torch.dtype) -> Any:
-    """Floating-point tensors in `value` as `dtype`, through containers, dataclasses and packed sequences."""
-
-    def leaf(x: Any) -> Any:
-        if isinstance(x, torch.Tensor):
-            return x.to(dtype) if x.is_floating_point() else x
-        if isinstance(x, PackedSequence):
-            return x.to(dtype) if x.data.is_floating_point() else x
-        if dataclasses.is_dataclass(x) and not isinstance(x, type):
-            fields = {f.name: cast(getattr(x, f.name), dtype) for f in dataclasses.fields(x) if f.init}
-            return dataclasses.replace(x, **fields)
-        return x
-
-    return tree_map(leaf, value, is_leaf=lambda x: isinstance(x, PackedSequence))
 
 
 def keep_inputs_in_eval(module: nn.Module) -> None:
