@@ -26,9 +26,9 @@ collectives = torch.ops._c10d_functional
 """Functional collectives as graph nodes: each returns a tensor (or a list) that `wait_tensor` completes."""
 
 
-def cast(value: Any, dtype: torch.dtype) -> Any:
-    """Floating-point tensors in `value` as `dtype`, in the containers in which FSDP2 casts them."""
-    return _apply_to_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, value)
+def cast(value: Any, dtype: torch.dtype | None) -> Any:
+    """Floating-point tensors in `value` as `dtype`, if there is one, in the containers in which FSDP2 casts them."""
+    return value if dtype is None else _apply_to_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, value)
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:

@@ -213,22 +213,21 @@ _watched = _Watched()
 
 def _pre_hook(unit: Unit, hook: fsdp2.PreHook) -> fsdp2.PreHook:
     policy = fsdp2.policy_of(unit.state)
-    dtype = policy.param_dtype if policy.cast_forward_inputs else None
+    training = policy.param_dtype if policy.cast_forward_inputs else None
+    in_eval = None if fsdp2.own_setting(unit.state, "full_precision_in_eval", default=False) else training
     if isinstance(hook, _FirstPreHook):
         hook = hook.__wrapped__
     unit.pre_hook = hook
-    full_in_eval = fsdp2.own_setting(unit.state, "full_precision_in_eval", default=False)
 
     def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        dtype = training if module.training else in_eval
         if torch.compiler.is_compiling():
             if unit.only_hooks:
                 graph_break(msg=f"FSDP2's hooks gather unit {unit.title!r}: {unit.only_hooks}")
-            if dtype is None or (full_in_eval and not module.training):
-                return args, kwargs
-            return cast(args, dtype), cast(kwargs, dtype)
+            return cast((args, kwargs), dtype)
         # Here, since Dynamo does not watch what a disabled function calls.
         _note_watched()
-        return _begin(unit, module, args, kwargs)
+        return _begin(unit, module, args, kwargs, dtype)
 
     skip_code(pre_forward.__code__)
     return pre_forward
@@ -256,26 +255,21 @@ class _FirstPreHook:
 
 def _post_hook(unit: Unit, hook: fsdp2.PostHook) -> fsdp2.PostHook:
     unit.post_hook = hook
-    training, in_eval = _output_dtypes(unit)
+    training = fsdp2.policy_of(unit.state).output_dtype
+    in_eval = training if fsdp2.own_setting(unit.state, "casts_output_in_eval", default=True) else None
 
     def post_forward(module: nn.Module, args: Any, output: Any) -> Any:
+        dtype = training if module.training else in_eval
         if torch.compiler.is_compiling():
-            dtype = training if module.training else in_eval
-            return output if dtype is None else cast(output, dtype)
-        return _end(unit, hook, module, args, output)
+            return cast(output, dtype)
+        return _end(unit, module, args, output, dtype)
 
     skip_code(post_forward.__code__)
     return post_forward
 
 
-def _output_dtypes(unit: Unit) -> tuple[torch.dtype | None, torch.dtype | None]:
-    """What the outputs of a unit are cast to: in training, and in eval mode."""
-    dtype = fsdp2.policy_of(unit.state).output_dtype
-    return dtype, dtype if fsdp2.own_setting(unit.state, "casts_output_in_eval", default=True) else None
-
-
 @torch.compiler.disable
-def _begin(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
+def _begin(unit: Unit, module: nn.Module, args: Any, kwargs: Any, dtype: torch.dtype | None) -> Any:
     for each in (unit, *unit.inner_units):
         each.leave_hooks()
     # Checkpointing by module hooks repeats the forward as it was: by hooks only if hooks have run its backward so far.
@@ -288,26 +282,20 @@ def _begin(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
             each.gather_given()
         if not unit.given_values():
             unit.defer(call_of(module))
-            full = not module.training and fsdp2.own_setting(unit.state, "full_precision_in_eval", default=False)
-            policy = fsdp2.policy_of(unit.state)
-            if full or policy.param_dtype is None or not policy.cast_forward_inputs:
-                return args, kwargs
-            return cast(args, policy.param_dtype), cast(kwargs, policy.param_dtype)
+            return cast((args, kwargs), dtype)
     if unit.gatherer is not Gatherer.HOOKS:
         unit.begin_hooks()
     return unit.pre_forward(module, args, kwargs)
 
 
 @torch.compiler.disable
-def _end(unit: Unit, hook: fsdp2.PostHook, module: nn.Module, args: Any, output: Any) -> Any:
+def _end(unit: Unit, module: nn.Module, args: Any, output: Any, dtype: torch.dtype | None) -> Any:
     for each in unit.inner_units:
         output = each.end_given(output)
     if unit.gatherer is not Gatherer.HOOKS:
         unit.end_deferred()
-        training, in_eval = _output_dtypes(unit)
-        dtype = training if module.training else in_eval
-        return output if dtype is None else cast(output, dtype)
-    output = hook(module, args, output)
+        return cast(output, dtype)
+    output = unit.post_hook(module, args, output)
     unit.end_hooks()
     return output
 

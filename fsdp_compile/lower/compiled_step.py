@@ -245,7 +245,7 @@ def entered(
 
     def run(*args: Any) -> Any:
         groups = {at: group for at in flats if (group := ParamGroup.of(args[at])) is not None}
-        if not all(group.unit.is_called for group in groups.values()):
+        if not all(group.unit.is_followed for group in groups.values()):
             args = _followed(args, groups)
         CastBuffer.follow_all()
         outputs = compiled(*args)
