@@ -7,7 +7,7 @@ what a compiled function reads) would become another copy on each rank; DDP and 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,14 +27,12 @@ from fsdp_compile.fsdp2.module_class import user_class
 from fsdp_compile.fsdp2.param_group import ParamGroup
 from fsdp_compile.fsdp2.take_over import sharded_root
 from fsdp_compile.fsdp2.updates import has_user_hooks
-from fsdp_compile.options import FSDPOptions
 from fsdp_compile.sharding.params import is_whole
 
-_WHOLE = "call fully_shard(model) first, or compile the model"
+_WHOLE = "torch.compile(model, backend='fsdp') of the whole model, which shards it, or fully_shard(model) first"
 WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel)
 
-waiting: weakref.WeakKeyDictionary[nn.Module, Callable[[], Mapping[str, Any] | FSDPOptions | None]]
-waiting = weakref.WeakKeyDictionary()
+waiting: weakref.WeakKeyDictionary[nn.Module, Mapping[str, Any] | None] = weakref.WeakKeyDictionary()
 """Compiled modules that were not called yet, and the options of their compile."""
 sharded: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
 """Modules that their first call has sharded, and the options for `fully_shard` with which it did."""
@@ -215,5 +213,5 @@ def _of_plain_model(where: str, way: Sequence[nn.Module]) -> ConfigError:
         if around is not None and (isinstance(around, WRAPPERS) or is_replicated(around)):
             return _refuse_wrapper(around, type(around).__name__)
     return ConfigError(
-        "a compiled function trains a plain model, whose gradients no rank would average", where=where, instead=_WHOLE
+        "compiled code trains a plain model, whose gradients no rank would average", where=where, instead=_WHOLE
     )

@@ -70,8 +70,8 @@ class Model:
         return [group for unit in self.units for group in unit.groups]
 
     @property
-    def is_followed(self) -> bool:
-        """Whether the forward that runs is in the call before which all units have followed their parameters."""
+    def is_called(self) -> bool:
+        """Whether the call of a compiled root runs, before which all units have followed their parameters."""
         return self.followed_in is not None and is_on_stack(self.followed_in)
 
     @property
@@ -130,7 +130,7 @@ class Unit:
         self._call: FrameType | None = None
         self.prefetched: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
         self._holds_given = False
-        self._follows_hook = False
+        self._is_followed = False
         self._classes: list[tuple[weakref.ref[nn.Module], type, type]] = []
 
     @functools.cached_property
@@ -238,10 +238,11 @@ class Unit:
         return self.gatherer is Gatherer.DEFERRED
 
     @property
-    def is_called(self) -> bool:
-        """Whether a hook of it, or of its model, has followed parameters in Python for the forward that runs."""
+    def is_followed(self) -> bool:
+        """Whether a hook of it, or of its model, has followed parameters in Python for the graph that comes next."""
         root = self.model.units[0]
-        return Gatherer.HOOKS in (self.gatherer, root.gatherer) or self.is_deferred or root.is_deferred
+        by_hooks = Gatherer.HOOKS in (self.gatherer, root.gatherer) or self.is_deferred or root.is_deferred
+        return self._is_followed and (by_hooks or self.model.is_called)
 
     def begin_hooks(self) -> None:
         """Makes FSDP2's hooks gather the unit from here on."""
@@ -353,7 +354,7 @@ class Unit:
         Args:
             by_hooks: Whether FSDP2's hooks are about to gather the unit.
         """
-        self._follows_hook = True
+        self._is_followed = True
         self.follow_prefetch()
         if self.gatherer is not Gatherer.HOOKS and not self.only_hooks:
             self._follow_gathered(by_hooks=by_hooks)
@@ -387,24 +388,9 @@ class Unit:
             self.forget_gathered()
 
     def begin_graph(self) -> None:
-        """Before a graph that gathers the unit, or has taken what the user has gathered.
-
-        A compiled function calls no hook before it.
-        """
+        """Before a graph that gathers the unit, or has taken what the user has gathered."""
         self.forget_gathered()
-        if self._follows_hook or self.gatherer is Gatherer.HOOKS:
-            self._follows_hook = False
-            return
-        for of_torch in fsdp2.groups_of(self.state):
-            if not fsdp2.is_sharded(of_torch) or fsdp2.is_being_gathered(of_torch):
-                fsdp2.reshard(of_torch)
-        if any(group.is_changed for group in self.groups):
-            raise UnsupportedModelError(
-                "parameters were converted, replaced, frozen or thawed since the last call of a compiled function",
-                where=f"unit {self.title}",
-                instead="torch.compile(model) in the place of a compiled function, or one uncompiled forward of the "
-                "model after the change",
-            )
+        self._is_followed = False
 
     def forget_gathered(self) -> None:
         """Frees full parameters that the user has gathered for the forward that ran."""

@@ -1,6 +1,6 @@
 """What runs before and after a compiled graph in each step: one object, which looks its parameter groups up once.
 
-It is plain data, which is stored beside the code of the graph. `entered` is around both graphs of a region.
+`entered` is around both graphs of a region.
 """
 
 from __future__ import annotations
@@ -245,8 +245,7 @@ def entered(
 
     def run(*args: Any) -> Any:
         groups = {at: group for at in flats if (group := ParamGroup.of(args[at])) is not None}
-        models = {group.unit.model for group in groups.values()}
-        if not all(m.is_followed for m in models) and not all(group.unit.is_called for group in groups.values()):
+        if not all(group.unit.is_followed for group in groups.values()):
             args = _followed(args, groups)
         CastBuffer.follow_all()
         outputs = compiled(*args)

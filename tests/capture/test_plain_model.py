@@ -117,12 +117,6 @@ def _module(make: Callable[[], nn.Module]) -> None:
     _train(compile_eagerly(model), model)
 
 
-def _module_itself_compiled() -> None:
-    model = Small()
-    model.compile(backend="fsdp", options={"lower": "eager"})
-    _train(model, model)
-
-
 class _Task(Small):
     """As frameworks have it: they call methods, which call the module itself."""
 
@@ -138,6 +132,7 @@ class _Task(Small):
 def _methods_of_a_module_itself_compiled() -> None:
     model = _Task()
     reference = copy.deepcopy(model)
+    fully_shard(model)
     model.compile(backend="fsdp", options={"lower": "eager"})
     _train(model.training_step, model, reference)
     x = torch.randn(2, 6)
@@ -152,7 +147,6 @@ CASES: dict[str, Callable[[], None]] = {
     "first-argument-not-named-self": lambda: _module(_Other),
     "graph-breaks": lambda: _module(_Breaks),
     "nested": lambda: _module(_Nested),
-    "module.compile": _module_itself_compiled,
     "methods-of-module.compile": _methods_of_a_module_itself_compiled,
     "module-left-to-python": lambda: _module(_LeftToPython),
 }
