@@ -62,8 +62,8 @@ def refuse(module: nn.Module, named: Iterable[tuple[str, nn.Parameter]]) -> None
         named: Its parameters, with their names.
 
     Raises:
-        ConfigError: If it is in or around another data parallelism, is a part of a plain model, is on the meta device,
-            or has gradients or hooks on them.
+        ConfigError: If it is in or around another data parallelism, is a part of a plain model, or has gradients or
+            hooks on them.
         UnsupportedModelError: If it has a module of TorchScript with parameters, or one is not contiguous.
     """
     for path, part in module.named_modules():
@@ -76,13 +76,6 @@ def refuse(module: nn.Module, named: Iterable[tuple[str, nn.Parameter]]) -> None
                 instead="the module without torch.jit.script or torch.jit.trace: torch.compile takes their place",
             )
     for name, parameter in named:
-        if parameter.is_meta:
-            raise ConfigError(
-                "a parameter is on the meta device: it has no value",
-                where=name,
-                instead="fsdp_compile.fully_shard(model, param_init_fn=...) or model.to_empty() and an initialization, "
-                "before the first call",
-            )
         if not is_whole(parameter) and not parameter.is_contiguous():
             raise UnsupportedModelError(
                 f"a parameter is not contiguous: shape {tuple(parameter.shape)}, strides {parameter.stride()}",
@@ -102,6 +95,18 @@ def refuse(module: nn.Module, named: Iterable[tuple[str, nn.Parameter]]) -> None
                 instead="fully_shard(model) before the hooks are registered",
             )
     _refuse_plain_rest(module)
+
+
+def refuse_meta(named: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Raises `ConfigError` for a parameter on the meta device, with its name."""
+    for name, parameter in named:
+        if parameter.is_meta:
+            raise ConfigError(
+                "a parameter is on the meta device: it has no value",
+                where=name,
+                instead="fsdp_compile.fully_shard(model, param_init_fn=...) or model.to_empty() and an initialization, "
+                "before the first call",
+            )
 
 
 def _refuse_plain_rest(module: nn.Module) -> None:
