@@ -26,7 +26,7 @@ from fsdp_compile.fsdp2 import stale
 from fsdp_compile.fsdp2.module_class import user_class
 from fsdp_compile.fsdp2.param_group import ParamGroup
 from fsdp_compile.fsdp2.take_over import sharded_root
-from fsdp_compile.fsdp2.updates import has_user_hooks
+from fsdp_compile.fsdp2.updates import user_hooks
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.sharding.params import is_whole
 
@@ -88,13 +88,21 @@ def refuse(module: nn.Module, named: Iterable[tuple[str, nn.Parameter]]) -> None
                 where=name,
                 instead="step with it or drop it (model.zero_grad()) before the first compiled call",
             )
-        if has_user_hooks(parameter):
+        if hooks := user_hooks(parameter):
             raise ConfigError(
                 "a parameter has hooks on its gradient, and its sharded successor would not",
-                where=name,
-                instead="fully_shard(model) before the hooks are registered",
+                where=f"{name}, hook {_title(hooks[0])}",
+                instead="fully_shard(model) before the hooks are registered. A gradient `g` is a DTensor there, so a "
+                "whole mask becomes one, too: g * distribute_tensor(mask, g.device_mesh, g.placements)",
             )
     _refuse_plain_rest(module)
+
+
+def _title(function: object) -> str:
+    """The name of a function and where its code begins."""
+    code = getattr(function, "__code__", None)
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"
 
 
 def refuse_meta(named: Iterable[tuple[str, nn.Parameter]]) -> None:
