@@ -46,7 +46,7 @@ def main(how: str, mixed_precision: str) -> None:
     if accelerator.is_main_process:
         saved = load_file(Path(how) / "model.safetensors")
         assert saved.keys() == full.keys()
-        assert all(torch.equal(value, full[name]) for name, value in saved.items())
+        assert all(torch.equal(saved[name], torch.as_tensor(value)) for name, value in full.items())
     report([*found, {name: torch.as_tensor(value).norm().item() for name, value in full.items()}])
 
 
