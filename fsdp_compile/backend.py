@@ -149,7 +149,9 @@ def _before_compile(frame: FrameToCompile) -> None:
     """Takes over models that torch's FSDP2 has sharded, before Dynamo traces a frame that may read them."""
     plain.shard_in_frame(frame)
     for module in plain.modules_of(frame):
-        take_over_all(module)
+        for model in take_over_all(module):
+            for group in model.groups:
+                group.refuse_moved_away()
         if module is frame.starts or isinstance(module, nn.RNNBase):  # Dynamo leaves calls of the latter to Python
             unaveraged.refuse_plain_forward(module)
 

@@ -104,6 +104,12 @@ def are_registered(params: Sequence[TorchParam]) -> bool:
     return True
 
 
+def is_moved_away(param: TorchParam) -> bool:
+    """Whether a module lacks the attribute that a parameter was when it was sharded."""
+    # What a forward puts in the place of a parameter for a time is among the module's own attributes.
+    return any(name not in module._parameters and name not in vars(module) for module, name in refs_of(param))
+
+
 def take_unreduced_grad(param: TorchParam) -> torch.Tensor | None:
     """This rank's part of the gradient that FSDP2 has accumulated without reducing it, which it forgets."""
     grad = param.unsharded_accumulated_grad

@@ -36,6 +36,7 @@ from fsdp_compile.capture.unaveraged import (
     ids_in,
     places_of,
     refuse,
+    refuse_meta,
     refuse_plain_forward,
     refuse_plain_rest_of_optimizer,
     refuse_wrapper_around,
@@ -179,8 +180,10 @@ def _shard(module: nn.Module, options: FSDPOptions) -> bool:
     refuse(module, places.values())
     with outside_of_transforms(), torch.no_grad():
         if not options.sync_module_states:
+            refuse_meta(places.values())
             _compare_values(module, places.values(), options)
         fully_shard(module, **options.sharding)
+        refuse_meta(named for _, named in places_of(module))  # what the first rank has on meta, too
         now = {old: owner._parameters[attribute] for (owner, attribute), (_, old) in places.items()}
         successors = {old: new for old, new in now.items() if new is not old and new is not None}
         for old, new in successors.items():

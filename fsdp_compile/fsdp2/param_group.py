@@ -27,6 +27,7 @@ from fsdp_compile.comm.dtensor_layouts import DTensorLayout
 from fsdp_compile.comm.groups import alias_of
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.fsdp2 import edge
+from fsdp_compile.fsdp2.module_class import moved_away
 from fsdp_compile.fsdp2.pending import PendingGrads
 from fsdp_compile.fsdp2.updates import Updates
 from fsdp_compile.layout.flat_layout import ParameterShape, is_large, plan_layout
@@ -333,6 +334,12 @@ class ParamGroup:
     def is_registered(self) -> bool:
         """Whether modules have the sharded parameters, as between forwards."""
         return torch_params.are_registered(self._members)
+
+    def refuse_moved_away(self) -> None:
+        """Raises `UnsupportedModelError` if a module has lost a parameter, as parametrizations make it."""
+        for param in self.params:
+            if torch_params.is_moved_away(param.of_torch):
+                raise moved_away(param.name)
 
     def follow_parameters(self) -> bool:
         """Follows parameters that were replaced, frozen or thawed; returns whether the edge is another one.

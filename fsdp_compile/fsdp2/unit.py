@@ -283,10 +283,12 @@ class Unit:
 
     def given_values(self) -> list[tuple[nn.Module, str, object]]:
         """What is registered for parameters of the unit in the place of what FSDP2 registers."""
+        unregistered = [group for group in self.groups if not group.is_registered]
+        for group in unregistered:
+            group.refuse_moved_away()
         return [
             (module, name, value)
-            for group in self.groups
-            if not group.is_registered
+            for group in unregistered
             for param in group.params
             for module, name in param.refs
             if not fsdp2.is_registered_by_torch(param.of_torch, value := module._parameters.get(name))

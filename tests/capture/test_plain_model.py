@@ -201,6 +201,38 @@ def test_inference_first_then_training() -> None:
     run_ranks(_check_first_call_without_gradients)
 
 
+def _made_by_the_first_rank(form: str) -> None:
+    torch.manual_seed(0)
+    reference = Small()
+    torch.manual_seed(0)
+    with torch.device("meta" if dist.get_rank() else "cpu"):
+        model = Small()
+    options: Any = {"lower": "eager", "sync_module_states": True}
+    if form == "module":
+        _train(torch.compile(model, backend="fsdp", options=options), model, reference)
+    else:
+        model.compile(backend="fsdp", options=options)
+        _train(model, model, reference)
+
+
+@pytest.mark.parametrize("form", ["module", "module.compile"])
+def test_values_of_the_first_rank_alone(form: str) -> None:
+    """The others have the model on meta; the optimizer is made before any has its part."""
+    run_ranks(_made_by_the_first_rank, form)
+
+
+def _made_by_no_rank() -> None:
+    with torch.device("meta"):
+        model = Small()
+    compiled: Any = torch.compile(model, backend="fsdp", options={"lower": "eager", "sync_module_states": True})
+    with pytest.raises(ConfigError, match=r"on the meta device: it has no value\n  where: scale"):
+        compiled(torch.ones(2, 6))
+
+
+def test_values_of_no_rank() -> None:
+    run_ranks(_made_by_no_rank, timeout_s=60)
+
+
 def _check_inference_only() -> None:
     torch.manual_seed(0)
     model = Small().requires_grad_(requires_grad=False).eval()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -50,6 +51,10 @@ class Breaks(Model):
 
 def _layers() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def _masked(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient * torch.ones(3)
 
 
 class Tied(Model):
@@ -233,9 +238,11 @@ def _refused() -> None:
     with pytest.raises(ConfigError, match="a gradient from before"):
         one_line(graded)(x)
     graded.zero_grad()
-    graded.head.bias.register_hook(lambda grad: grad)
-    with pytest.raises(ConfigError, match="hooks on its gradient"):
+    graded.head.bias.register_hook(_masked)
+    with pytest.raises(ConfigError, match="hooks on its gradient") as caught:
         one_line(graded)(x)
+    assert re.fullmatch(r"head\.bias, hook _masked \(.*test_plain\.py:\d+\)", caught.value.where or "")
+    assert "distribute_tensor(mask, g.device_mesh, g.placements)" in (caught.value.instead or "")
 
     nothing = nn.Sequential(nn.Tanh())
     torch.testing.assert_close(one_line(nothing)(x), torch.tanh(x))
