@@ -71,6 +71,27 @@ def pins_memory(param: TorchParam) -> bool:
     return bool(param.pin_memory)
 
 
+def param_dtype(param: TorchParam) -> torch.dtype:
+    """The dtype in which a parameter is gathered, as its policy says."""
+    found: torch.dtype = param.param_dtype or param.orig_dtype
+    return found
+
+
+def reduce_dtype(param: TorchParam) -> torch.dtype:
+    """The dtype in which its gradients are accumulated and reduced.
+
+    Where its policy has none, that is `param_dtype`, and from torch 2.15 on the dtype in which it is stored.
+    """
+    chosen: torch.dtype | None = param.reduce_dtype
+    return chosen or (param.orig_dtype if hasattr(param, "unsharded_grad_dtype") else param_dtype(param))
+
+
+def has_own_grad_dtype(param: TorchParam) -> bool:
+    """Whether `Tensor.grad_dtype` asks for gradients of another dtype than its own; FSDP2 heeds it since 2.15."""
+    asks = getattr(param, "_has_sharded_grad_dtype_override", False)
+    return asks and param.sharded_grad_dtype != param.orig_dtype
+
+
 def unsharded_spec(param: TorchParam) -> Any:
     """The `DTensorSpec` of the gathered parameter if that is a DTensor (tensor parallel), else `None`."""
     if hasattr(param, "_unsharded_dtensor_spec"):
@@ -122,7 +143,7 @@ def take_unreduced_grad(param: TorchParam) -> torch.Tensor | None:
 
 
 def give_unreduced_grad(param: TorchParam, grad: torch.Tensor) -> None:
-    """Makes FSDP2 add an unreduced gradient to what it reduces next."""
+    """Makes FSDP2 add an unreduced gradient to what it reduces next; it has gathered the parameter before."""
     known = param.unsharded_accumulated_grad
     _set_accumulated(param, grad if known is None else known + grad)
 

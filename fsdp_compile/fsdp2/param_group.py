@@ -85,7 +85,7 @@ class Param:
 
 
 class ParamGroup:
-    """The parameters of one FSDP2 group that share a dtype and were trainable, or frozen, together.
+    """The parameters of one FSDP2 group that share dtypes and were trainable, or frozen, together.
 
     Attributes:
         of_torch: FSDP2's parameter group.
@@ -112,7 +112,8 @@ class ParamGroup:
         self.size, self.rank = where.size, where.rank
         self.updates = Updates(self)
         stored = torch_params.sharded_param(members[0]).dtype
-        common = self._common_spec(stored, where, self.updates.wanted(map(torch_params.sharded_param, members)))
+        self._members = members
+        common = self._common_spec(where, self.updates.wanted(map(torch_params.sharded_param, members)))
         shapes = [ParameterShape("", torch_params.shape_of(p), torch_params.shard_dim(p)) for p in members]
         wire = self._wire_format(stored)
         layout = plan_layout(
@@ -142,7 +143,6 @@ class ParamGroup:
             name = f"{titles.get(id(module), '')}.{attribute}".removeprefix(".")
             found[slot.index] = self._move_in(each, name, self._in_format(place))
         self.params = tuple(p for p in found if p is not None)
-        self._members = members
         self.pending = PendingGrads(self)
         self.gathered: dict[int, torch.Tensor] = {}
         self.edge = self.flat
@@ -199,7 +199,7 @@ class ParamGroup:
         """Follows settings that users have changed on FSDP2's objects."""
         where = fsdp2.placement_of(self.of_torch)
         update = self.updates.wanted(param.parameter for param in self.params)
-        common = self._common_spec(self.flat.dtype, where, update)
+        common = self._common_spec(where, update)
         for param in self.params:
             old = param.spec
             place = dataclasses.replace(common, offset=old.offset, extent=old.extent, shape=old.shape, dim=old.dim)
@@ -224,11 +224,9 @@ class ParamGroup:
         found = dataclasses.replace(param.spec, param_dtype=self.flat.dtype, gather_format="")
         return None if found == param.spec else found
 
-    def _common_spec(self, stored: torch.dtype, where: fsdp2.Placement, update: Update) -> UnshardSpec:
+    def _common_spec(self, where: fsdp2.Placement, update: Update) -> UnshardSpec:
         """What all parameters of the group share."""
-        policy, state = self.of_torch.mp_policy, self.unit.state
-        sent = (policy.param_dtype or stored) if stored.is_floating_point else stored
-        reduced = policy.reduce_dtype or sent
+        state, reduced = self.unit.state, torch_params.reduce_dtype(self._members[0])
         reshard = Reshard.AFTER_FORWARD if where.reshards else Reshard.AFTER_BACKWARD
         if where.reshards and fsdp2.own_setting(state, "auto_reshard", default=False):
             reshard = Reshard.AUTO
@@ -249,7 +247,7 @@ class ParamGroup:
             replicas=where.replicas,
             replicate_group="" if where.replicate_group is None else alias_of(where.replicate_group, "replicate"),
             replicate_stride=where.replicate_stride,
-            param_dtype=sent,
+            param_dtype=torch_params.param_dtype(self._members[0]),
             reduce_dtype=compressed or reduced,
             accumulate_dtype=None if compressed is None else reduced,
             hook="" if hook is None else hook.key,

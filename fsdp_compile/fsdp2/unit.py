@@ -140,18 +140,30 @@ class Unit:
         return [u for u in self.model.units if u is not self and id(fsdp2.modules_of(u.state)[0]) in modules]
 
     def _only_hooks(self) -> str:
-        return next((why for group in fsdp2.groups_of(self.state) if (why := fsdp2.only_for_hooks(group))), "")
+        found = (self.kept_by_torch(group) or fsdp2.only_for_hooks(group) for group in fsdp2.groups_of(self.state))
+        return next(filter(None, found), "")
+
+    def kept_by_torch(self, of_torch: fsdp2.TorchGroup) -> str:
+        """Why the shards of a group stay where FSDP2 has them; empty if they need not."""
+        if fsdp2.has_extensions(of_torch):
+            return "fsdp_pre_all_gather() of the shards' class"
+        # This setting of ours sets `grad_dtype` itself.
+        if fsdp2.own_setting(self.state, "keep_low_precision_grads", default=False):
+            return ""
+        own = any(map(torch_params.has_own_grad_dtype, fsdp2.params_of(of_torch)))
+        return "Tensor.grad_dtype of a parameter" if own else ""
 
     def make_groups(self, titles: dict[int, str]) -> None:
-        """Moves the shards of FSDP2's groups into flat buffers, but for tensors whose class says how they are sent."""
+        """Moves the shards of FSDP2's groups into flat buffers, but for those that stay."""
         for of_torch in fsdp2.groups_of(self.state):
             fsdp2.observe(of_torch, self)
-            if fsdp2.has_extensions(of_torch):
+            if self.kept_by_torch(of_torch):
                 continue
             kinds: dict[Any, list[torch_params.TorchParam]] = {}
             for param in fsdp2.params_of(of_torch):
                 parameter = torch_params.sharded_param(param)
-                kinds.setdefault((parameter.dtype, parameter.requires_grad), []).append(param)
+                dtypes = parameter.dtype, torch_params.param_dtype(param), torch_params.reduce_dtype(param)
+                kinds.setdefault((*dtypes, parameter.requires_grad), []).append(param)
             self.groups += [ParamGroup(self, of_torch, members, titles) for members in kinds.values()]
 
     def settings_changed(self) -> None:
@@ -249,7 +261,7 @@ class Unit:
         self._set_call(None)
         self.follow(by_hooks=True)
         for group in self.groups:
-            group.pending.give_to_torch()
+            group.pending.refuse_partial()
             if torch.is_grad_enabled():
                 group.updates.begin_forward()
         self._swap(Gatherer.HOOKS)
@@ -275,6 +287,8 @@ class Unit:
         # Later forwards write into the memory that FSDP2 gathers into first.
         with torch.inference_mode(mode=False), torch.set_grad_enabled(grad):
             made = self.pre_hook(module, args, kwargs)
+            for group in self.groups:
+                group.pending.give_to_torch()
         for reader, name, value in given:
             reader._parameters[name] = value  # type: ignore[assignment]
         for reader, name in absent:  # a forward has deleted it, to put another tensor in its place
@@ -406,9 +420,19 @@ class Unit:
         group.gathered = full
         refresh_reads(group)
 
-    def post_backward(self, of_torch: fsdp2.TorchGroup, run: Callable[[], None]) -> None:
+    def forget_unreduced(self, of_torch: fsdp2.TorchGroup) -> None:
+        """Drops gradients of microbatches whose reduction the user has called off."""
+        for group in self.groups:
+            if group.of_torch is of_torch:
+                group.pending.forget()
+
+    def post_backward(self, of_torch: fsdp2.TorchGroup, run: Callable[[], None] | None) -> None:
         """Around FSDP2's post-backward, `run`: gives it the gradients that wait here, or takes those that it keeps."""
         groups = [group for group in self.groups if group.of_torch is of_torch]
+        if run is None:
+            for group in groups:
+                group.pending.reduce_rest()
+            return
         for group in groups:
             group.updates.begin_backward()
             if fsdp2.reduces(of_torch):  # what came since the forward; schedules of pipelines call this alone

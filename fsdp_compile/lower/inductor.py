@@ -14,7 +14,7 @@ from fsdp_compile._torch.dynamo import (
     functorch_config,
     inductor_config,
 )
-from fsdp_compile._torch.inductor import COMBO_KERNELS_UNCHECKED, compute_readers_first
+from fsdp_compile._torch.inductor import COMBO_KERNELS_UNCHECKED, COMMUNICATION_KEPT, compute_readers_first
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.ir.graph import Phase
 from fsdp_compile.lower.before_inductor import keep_matmuls, open_dequantize, write_before_waits
@@ -34,6 +34,7 @@ KEEP_OUR_ORDER: Final = {
     "reorder_for_compute_comm_overlap": False,
     **KEEP_CALLS_IN_ORDER,
     **COMBO_KERNELS_UNCHECKED,
+    **COMMUNICATION_KEPT,
 }
 FEW_LAUNCHES: Final = {"max_pointwise_cat_inputs": 64}
 """One kernel joins the gradients of a unit out of up to so many messages; by default it is one each, beyond eight."""

@@ -11,6 +11,7 @@ from torch import fx
 
 from fsdp_compile.capture.flat_inputs import name_inputs
 from fsdp_compile.capture.functions import refuse_hidden_reads
+from fsdp_compile.capture.own_waits import wait_one_by_one
 from fsdp_compile.cost.memory import bytes_beside
 from fsdp_compile.errors import BudgetTooSmallError, FSDPCompileError
 from fsdp_compile.ir.graph import Phase, Record, StepGraph
@@ -80,6 +81,7 @@ class Region:
         """Splits the joint graph and transforms both halves."""
         with self._telling_of_refusals(), without_collections():
             refuse_hidden_reads(joint)
+            wait_one_by_one(joint.graph)
             name_inputs(joint.graph, self.flats)
             self.read = read_in(joint.graph)
             self.steps = with_fewest(
@@ -156,6 +158,7 @@ class Region:
         """Transforms a graph that has no backward and so was never partitioned."""
         with self._telling_of_refusals(), without_collections():
             refuse_hidden_reads(gm)
+            wait_one_by_one(gm.graph)
             name_inputs(gm.graph, self.flats)
             self.read = read_in(gm.graph)
             cast_before_gather(gm.graph)

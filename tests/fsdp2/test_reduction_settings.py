@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 
 from fsdp_compile.fsdp2.take_over import model_of
 from tests import long
-from tests.fsdp2.mlp import compiled, only_hooks, sharded, train, unequal
+from tests.fsdp2.mlp import batch, compiled, only_hooks, sharded, train, unequal
 from tests.ranks import run_ranks
 
 
@@ -98,3 +98,18 @@ def _unsharded_in_backward() -> list[int]:
 
 def test_no_gather_in_backward() -> None:
     assert run_ranks(_unsharded_in_backward) == [[], []]
+
+
+if hasattr(FSDPModule, "reset_iter_state"):  # since torch 2.12
+
+    def _reset() -> list[int]:
+        plain, model = sharded(), sharded()
+        call = compiled(model)
+        model.set_requires_gradient_sync(False)
+        call(batch(7)).sum().backward()
+        model.reset_iter_state()
+        model.set_requires_gradient_sync(True)
+        return unequal(train(plain, plain), train(model, call))
+
+    def test_a_reset_drops_what_waits() -> None:
+        assert run_ranks(_reset) == [[], []]
