@@ -282,6 +282,6 @@ def test_a_second_compile_may_say_the_same_or_nothing() -> None:
         return {"mp_policy": bf16, "auto_wrap_policy": ModuleWrapPolicy({nn.Linear}), "reshard_after_forward": False}
 
     for second in (options(), {}, {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})}):
-        _evaluate_and_train(options(), second, in_place=False)
+        _evaluate_and_train(options(), second)
     sized = [functools.partial(size_based_auto_wrap_policy, min_num_params=8) for _ in range(2)]
-    _evaluate_and_train({"auto_wrap_policy": sized[0]}, {"auto_wrap_policy": sized[1]}, in_place=False)
+    _evaluate_and_train({"auto_wrap_policy": sized[0]}, {"auto_wrap_policy": sized[1]})

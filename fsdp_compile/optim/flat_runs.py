@@ -169,7 +169,7 @@ def _fit(one: DTensor, other: DTensor, state: State) -> bool:
 
 def _follows(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether the memory of a tensor begins where that of another one ends, or where its padding does."""
-    end, begin = one.storage_offset() + one.numel(), other.storage_offset()
+    end, begin = int(one.storage_offset()) + one.numel(), int(other.storage_offset())
     return (
         memory_id(one) == memory_id(other)
         and one.dtype == other.dtype

@@ -280,7 +280,7 @@ def _check_training(shape: tuple[int, ...], *, compiled: bool) -> None:
         optimizer = change(torch.optim.AdamW(model.parameters(), lr=0.1))
         if change is flat_step:
             optimizer.register_step_pre_hook(lambda o, *_: counts.add(len(o.param_groups[0]["params"])))
-        called = torch.compile(model, backend="fsdp", options={"lower": "eager"}) if compiled else model
+        called: Any = torch.compile(model, backend="fsdp", options={"lower": "eager"}) if compiled else model
         train(called, optimizer, steps=3)
         ends.append({name: whole(p) for name, p in model.named_parameters()})
     for name, value in ends[0].items():
