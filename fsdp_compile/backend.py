@@ -34,10 +34,8 @@ from fsdp_compile.lower.eager import compile_eagerly
 from fsdp_compile.lower.inductor import FREE_AT_LAST_USE, compile_with_inductor
 from fsdp_compile.lower.progress import say
 from fsdp_compile.lower.region import Region
-from fsdp_compile.lower.region_key import region_key
-from fsdp_compile.lower.shared_plan import Graphs, Lines, Settings, inserted_in, refuse, settle
+from fsdp_compile.lower.shared_plan import Lines, Settings, inserted_in, refuse, settle
 from fsdp_compile.options import FSDPOptions
-from fsdp_compile.passes.follow_order import CannotFollowError
 from fsdp_compile.pipeline import keep, transform
 
 
@@ -57,7 +55,7 @@ def fsdp(
         mode: As for `torch.compile`: a set of Inductor settings by name.
 
     Raises:
-        ConfigError: For a wrong option, or a function over a plain model.
+        ConfigError: For a wrong option, or for a function over a plain model, or one that is compiled in place.
         UnsupportedModelError: For a model that cannot be compiled.
     """
     checked = FSDPOptions.from_dict(options)
@@ -69,88 +67,54 @@ def fsdp(
     take_reads_out(gm)
     if checked.embedding == "sharded":
         shard_lookups(gm)
-    return _Compile(gm, example_inputs, checked, settings).run()
+    return _compile(gm, example_inputs, checked, settings)
 
 
-class _Compile:
-    """One compile of a Dynamo graph whose reads are taken out."""
+def _compile(
+    gm: fx.GraphModule, inputs: Sequence[Any], options: FSDPOptions, settings: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """Compiles a Dynamo graph whose reads are taken out."""
+    flats = flat_inputs(inputs)
+    returned, whole = returned_reads(gm), is_whole_model(inputs)
+    ran = register_region([group for value in inputs if (group := ParamGroup.of(value)) is not None], options.lower)
+    of_plans = Settings.of(options, flats.values())
+    tell = functools.partial(refuse, list(flats.values()))
+    try:
+        refuse_budget_of_a_part(inputs, options, breaks=ends_in_graph_break(gm))
+        _refuse_other_cluster(options, inputs)
+    except ConfigError as error:
+        tell(error)
+        raise
+    inserted: dict[Phase, Lines] = {}
 
-    def __init__(
-        self, gm: fx.GraphModule, inputs: Sequence[Any], options: FSDPOptions, settings: Mapping[str, Any]
-    ) -> None:
-        self._gm = gm
-        self._inputs = inputs
-        self._options = options
-        self._settings = settings
-        self._flats = flat_inputs(inputs)
-        # A partial: compiled code keeps it, and must not keep the inputs and with them the model.
-        self._tell = functools.partial(refuse, list(self._flats.values()))
-        self._returned = returned_reads(gm)
-        self._whole = is_whole_model(inputs)
-        self._groups = [group for value in inputs if (group := ParamGroup.of(value)) is not None]
-        self._ran = register_region(self._groups, options.lower)
-        self._of_plans = Settings.of(options, self._flats.values())
-        try:
-            refuse_budget_of_a_part(inputs, options, breaks=ends_in_graph_break(gm))
-            _refuse_other_cluster(options, inputs)
-        except ConfigError as error:
-            self._tell(error)
-            raise
+    def note_inserted(step: StepGraph) -> None:
+        inserted[step.phase] = inserted_in(step)
 
-    def run(self) -> Any:
-        """Compiles; where a compile is stored, ranks compare it once they have it."""
-        region, compiled = self._compile()
-        if region.key is not None:
+    def run_passes(step: StepGraph, lines: Lines | None = None) -> StepGraph:
+        return transform(step, options, note_inserted, lines)
 
-            def follow(plan: Lines) -> Graphs:
-                nonlocal region, compiled
-                shown, self._ran.graphs = self._ran.graphs, []
-                try:
-                    region, compiled = self._compile(plan)
-                except CannotFollowError:
-                    self._ran.graphs = shown
-                    raise
-                return region.stored()
-
-            region.settle_stored(follow)
-        positions = [i for i, record in self._flats.items() if record.role is Role.FLAT]
-        return entered(compiled, positions, self._returned, tells_unused=region.tells_unused_outputs)
-
-    def _compile(self, plan: Lines = ()) -> tuple[Region, Any]:
-        """Compiles by the plan of this rank, or by another one."""
-        options, inputs = self._options, self._inputs
-        inserted: dict[Phase, Lines] = {}
-
-        def note_inserted(step: StepGraph) -> None:
-            inserted[step.phase] = inserted_in(step)
-
-        def run_passes(step: StepGraph, lines: Lines | None = None) -> StepGraph:
-            return transform(step, options, note_inserted, lines)
-
-        region = Region(
-            self._flats,
-            run_passes,
-            functools.partial(keep, options=options, whole=self._whole),
-            self._ran.number,
-            options.may_recompute,
-            options.share_code,
-            region_key(self._gm, self._flats, inputs, options, plan, whole=self._whole),
-            functools.partial(settle, settings=self._of_plans),
-            self._of_plans.can_follow,
-            plan,
-            self._ran.add,
-            self._tell,
-            inserted=inserted,
-        )
-        say(f"region {region.number}: tracing {'forward and backward' if torch.is_grad_enabled() else 'forward'}")
-        if options.lower == "eager":
-            compiled = compile_eagerly(self._gm, inputs, region)
-        else:
-            # Only a budget needs memory to be exactly as estimated; reuse saves allocations otherwise.
-            exact = {} if options.memory_budget_gb is None else FREE_AT_LAST_USE
-            settings = {**exact, **self._settings, **options.inductor}
-            compiled = compile_with_inductor(self._gm, inputs, region, settings)
-        return region, compiled
+    region = Region(
+        flats,
+        run_passes,
+        functools.partial(keep, options=options, whole=whole),
+        ran.number,
+        options.may_recompute,
+        options.share_code,
+        functools.partial(settle, settings=of_plans),
+        of_plans.can_follow,
+        ran.add,
+        tell,
+        inserted=inserted,
+    )
+    say(f"region {region.number}: tracing {'forward and backward' if torch.is_grad_enabled() else 'forward'}")
+    if options.lower == "eager":
+        compiled = compile_eagerly(gm, inputs, region)
+    else:
+        # Only a budget needs memory to be exactly as estimated; reuse saves allocations otherwise.
+        exact = {} if options.memory_budget_gb is None else FREE_AT_LAST_USE
+        compiled = compile_with_inductor(gm, inputs, region, {**exact, **settings, **options.inductor})
+    positions = [i for i, record in flats.items() if record.role is Role.FLAT]
+    return entered(compiled, positions, returned, tells_unused=region.sources is not None)
 
 
 def _settings_of(options: FSDPOptions, mode: str | None) -> dict[str, Any]:
@@ -185,11 +149,14 @@ def _before_compile(frame: FrameToCompile) -> None:
     """Takes over models that torch's FSDP2 has sharded, before Dynamo traces a frame that may read them."""
     plain.shard_in_frame(frame)
     for module in plain.modules_of(frame):
-        take_over_all(module)
+        for model in take_over_all(module):
+            for group in model.groups:
+                group.refuse_moved_away()
         if module is frame.starts or isinstance(module, nn.RNNBase):  # Dynamo leaves calls of the latter to Python
             unaveraged.refuse_plain_forward(module)
 
 
+plain.refuse_first_in_place()  # before anything is changed: another compile may import this module again
 double_recompile_limit()
 note_backend(fsdp)
 plain.watch(fsdp)

@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import _register_process_group, _resolve_process
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+from torch.distributed.utils import _apply_to_tensors
 
 __all__ = ["StorageInfo"]
 
@@ -23,6 +24,11 @@ MemoryFormat: Any = metadata._MEM_FORMAT_ENCODING
 
 collectives = torch.ops._c10d_functional
 """Functional collectives as graph nodes: each returns a tensor (or a list) that `wait_tensor` completes."""
+
+
+def cast(value: Any, dtype: torch.dtype | None) -> Any:
+    """Floating-point tensors in `value` as `dtype`, if there is one, in the containers in which FSDP2 casts them."""
+    return value if dtype is None else _apply_to_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, value)
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:

@@ -15,7 +15,7 @@ import sympy
 import torch
 from torch import fx, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
-from torch._dynamo import convert_frame, graph_break, symbolic_convert
+from torch._dynamo import convert_frame, graph_break, symbolic_convert, trace_rules
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.comptime import comptime
@@ -32,6 +32,7 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
 from torch._logging._internal import trace_structured_artifact
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule  # its code is made when it is asked for
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
@@ -254,6 +255,35 @@ def given_backend(wrapped: Any) -> GivenBackend:
     if isinstance(splitter := getattr(wrapped, "__self__", None), DDPOptimizer):  # inside of a forward of DDP
         return given_backend(splitter.backend_compile_fn)
     return GivenBackend(getattr(wrapped, "compiler_fn", wrapped), getattr(wrapped, "kwargs", {}).get("options"))
+
+
+def after_each_compile_of_a_module(
+    backend: object, call: Callable[[OptimizedModule, nn.Module, Mapping[str, Any] | None], None]
+) -> None:
+    """Calls a function when `torch.compile(module)` makes what it returns.
+
+    torch tells of no compile, but this one registers the module as a child of what it makes.
+
+    Args:
+        backend: The function that Dynamo calls; compiles for others are not told of.
+        call: Called with what is made, the module, and the options of the compile.
+    """
+
+    def registered(module: nn.Module, name: str, child: nn.Module | None) -> None:
+        if isinstance(module, OptimizedModule) and name == "_orig_mod" and child is not None:
+            # It may still be in its `__init__`.
+            calls = calls_under_way(OptimizedModule.__init__.__code__)
+            made = next((call["dynamo_ctx"] for call in calls if call["self"] is module), None)
+            given = given_backend(vars(module).get("dynamo_ctx") or made)
+            if given.function is backend:
+                call(module, child, given.options)
+
+    register_module_module_registration_hook(registered)
+
+
+def is_of_torch(module: nn.Module) -> bool:
+    """Whether the forward of a module is torch's own, in which Dynamo starts no graph: `torch.compile` wraps it."""
+    return bool(trace_rules.check(module.forward))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -251,6 +251,11 @@ class _ObservedGroup(FSDPParamGroup):
         super()._set_separate_reduce_scatter_group(*arguments)
         self._tell_of_settings()
 
+    def _reset_iter_state(self) -> None:
+        super()._reset_iter_state()
+        if (observer := self._fsdp_compile_observer()) is not None:
+            observer.forget_unreduced(self)
+
     def _tell_of_settings(self) -> None:
         if (observer := self._fsdp_compile_observer()) is not None:
             observer.settings_changed()
@@ -258,16 +263,20 @@ class _ObservedGroup(FSDPParamGroup):
     @torch._dynamo.disable
     def post_backward(self, *unused: Any) -> None:
         # At the end of a backward FSDP2 asks all groups; one that no hook has ever gathered has nothing to reduce.
-        if any(hasattr(param, "_unsharded_param") for param in self.fsdp_params):
-            observer, run = self._fsdp_compile_observer(), functools.partial(super().post_backward, *unused)
-            run() if observer is None else observer.post_backward(self, run)
+        was_gathered = any(hasattr(param, "_unsharded_param") for param in self.fsdp_params)
+        observer, run = self._fsdp_compile_observer(), functools.partial(super().post_backward, *unused)
+        if observer is not None:
+            observer.post_backward(self, run if was_gathered else None)
+        elif was_gathered:
+            run()
 
 
 def observe(group: TorchGroup, observer: Any) -> None:
     """Tells an observer of changes of a group, from now on, as long as there is the observer.
 
     Its `settings_changed()` is called after one was changed by which gradients are reduced, or parameters are kept; its
-    `post_backward(group, run)` when FSDP2 is about to reduce or keep gradients, in the place of `run`, which does it.
+    `post_backward(group, run)` when FSDP2 is about to reduce or keep gradients, in the place of `run`, which does it;
+    `run` is `None` if FSDP2 cannot have any. Its `forget_unreduced(group)` follows the user's `reset_iter_state()`.
     """
     group._fsdp_compile_observer = weakref.ref(observer)
     group._fsdp_compile_asked = False
@@ -370,8 +379,6 @@ def has_extensions(group: TorchGroup) -> bool:
 
 def only_for_hooks(group: TorchGroup) -> str:
     """What a user has set on a group that FSDP2's hooks can do alone; empty if nothing."""
-    if has_extensions(group):
-        return "fsdp_pre_all_gather() of the shards' class"
     kinds = {type(group._all_gather_comm), type(group._reduce_scatter_comm)} - {DefaultAllGather, DefaultReduceScatter}
     if kinds:
         names = sorted(kind.__name__ for kind in kinds)
@@ -379,6 +386,11 @@ def only_for_hooks(group: TorchGroup) -> str:
     if group._all_reduce_hook is not None:
         return "set_all_reduce_hook()"
     return "" if group.reshard_after_backward else "set_reshard_after_backward(False)"
+
+
+def note_unreduced(group: TorchGroup) -> None:
+    """Makes `finalize_backward()`, where the user calls it (torch 2.15), call the post-backward of a group."""
+    group._post_backward_pending = True
 
 
 def reduces(group: TorchGroup) -> bool:

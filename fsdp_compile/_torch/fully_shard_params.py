@@ -18,12 +18,26 @@ def sharded_param(param: TorchParam) -> nn.Parameter:
     return found
 
 
-def seen_params(params: Sequence[TorchParam]) -> list[tuple[int, int, bool]]:
-    """What differs once DTensor parameters were replaced, written to by `.data`, frozen or thawed.
+Seen = tuple[TorchParam, nn.Parameter, torch.Tensor, bool]
+"""A parameter, and what it was when it was looked at: its DTensor, that one's local tensor, whether it is trained."""
 
-    Each forward asks: there is no call of Python for each parameter.
-    """
-    return [(id(p := each.sharded_param), id(p._local_tensor), p.requires_grad) for each in params]
+
+def seen_params(params: Sequence[TorchParam]) -> list[Seen]:
+    """What differs once DTensor parameters were replaced, written to by `.data`, frozen or thawed."""
+    return [(each, p := each.sharded_param, p._local_tensor, p.requires_grad) for each in params]
+
+
+def are_changed(seen: Sequence[Seen]) -> bool:
+    """Whether any parameter differs from what was seen."""
+    # Each forward asks: no call of Python for each parameter.
+    for each, parameter, local, is_trained in seen:
+        if (
+            each.sharded_param is not parameter
+            or parameter._local_tensor is not local
+            or parameter.requires_grad is not is_trained
+        ):
+            return True
+    return False
 
 
 def shape_of(param: TorchParam) -> tuple[int, ...]:
@@ -55,6 +69,27 @@ def set_shard_data(param: TorchParam, data: torch.Tensor) -> None:
 def pins_memory(param: TorchParam) -> bool:
     """Whether the shard is in page-locked memory of the host."""
     return bool(param.pin_memory)
+
+
+def param_dtype(param: TorchParam) -> torch.dtype:
+    """The dtype in which a parameter is gathered, as its policy says."""
+    found: torch.dtype = param.param_dtype or param.orig_dtype
+    return found
+
+
+def reduce_dtype(param: TorchParam) -> torch.dtype:
+    """The dtype in which its gradients are accumulated and reduced.
+
+    Where its policy has none, that is `param_dtype`, and from torch 2.15 on the dtype in which it is stored.
+    """
+    chosen: torch.dtype | None = param.reduce_dtype
+    return chosen or (param.orig_dtype if hasattr(param, "unsharded_grad_dtype") else param_dtype(param))
+
+
+def has_own_grad_dtype(param: TorchParam) -> bool:
+    """Whether `Tensor.grad_dtype` asks for gradients of another dtype than its own; FSDP2 heeds it since 2.15."""
+    asks = getattr(param, "_has_sharded_grad_dtype_override", False)
+    return asks and param.sharded_grad_dtype != param.orig_dtype
 
 
 def unsharded_spec(param: TorchParam) -> Any:
@@ -90,6 +125,12 @@ def are_registered(params: Sequence[TorchParam]) -> bool:
     return True
 
 
+def is_moved_away(param: TorchParam) -> bool:
+    """Whether a module lacks the attribute that a parameter was when it was sharded."""
+    # What a forward puts in the place of a parameter for a time is among the module's own attributes.
+    return any(name not in module._parameters and name not in vars(module) for module, name in refs_of(param))
+
+
 def take_unreduced_grad(param: TorchParam) -> torch.Tensor | None:
     """This rank's part of the gradient that FSDP2 has accumulated without reducing it, which it forgets."""
     grad = param.unsharded_accumulated_grad
@@ -102,7 +143,7 @@ def take_unreduced_grad(param: TorchParam) -> torch.Tensor | None:
 
 
 def give_unreduced_grad(param: TorchParam, grad: torch.Tensor) -> None:
-    """Makes FSDP2 add an unreduced gradient to what it reduces next."""
+    """Makes FSDP2 add an unreduced gradient to what it reduces next; it has gathered the parameter before."""
     known = param.unsharded_accumulated_grad
     _set_accumulated(param, grad if known is None else known + grad)
 

@@ -29,6 +29,12 @@ __all__ = ["CustomSchedulerPass"]
 _CHECK = "combo_kernel_peak_memory_pct_threshold"
 COMBO_KERNELS_UNCHECKED: Final[dict[str, None]] = {_CHECK: None} if hasattr(config, _CHECK) else {}
 """Joins kernels, if that is asked for, without a look at memory, after which torch 2.13 fails."""
+COMMUNICATION_KEPT: Final[dict[str, bool]] = {
+    f"aten_distributed_optimizations.{name}": False
+    for name in ("enable_simple_overlap", "enable_overlap_scheduling")
+    if hasattr(config.aten_distributed_optimizations, name)
+}
+"""Turns off what would move collectives and their waits; the first is on by default since torch 2.14."""
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 

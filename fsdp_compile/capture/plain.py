@@ -1,17 +1,16 @@
 """The one line on a plain model: it is sharded when its compiled form is called first, before anything of it runs.
 
     compiled = torch.compile(model, backend="fsdp")    a forward pre-hook of `compiled`
-    model.compile(backend="fsdp")                      a forward pre-hook of `model`
     torch.compile(function, backend="fsdp")            `function` may call such models; other plain ones are refused
+    model.compile(backend="fsdp")                      refused when it trains: torch has no hook that would run first
 
-The hooks make no difference between what Dynamo compiles of a model and what it leaves to Python.
+The hook makes no difference between what Dynamo compiles of a model and what it leaves to Python.
 """
 
 from __future__ import annotations
 
 import functools
 import types
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -23,17 +22,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_compile._torch import fully_shard as fsdp2
 from fsdp_compile._torch.autograd import outside_of_transforms
-from fsdp_compile._torch.compiled_modules import (
-    after_each_compile_of_a_module,
-    compile_around,
-    hooks_are_traced,
-    is_backend,
-)
 from fsdp_compile._torch.dynamo import (
     FrameToCompile,
     OptimizedModule,
+    after_each_compile_of_a_module,
     call_of,
-    given_backend,
+    calls_under_way,
+    is_of_torch,
     skip_code,
 )
 from fsdp_compile.capture.unaveraged import (
@@ -41,6 +36,8 @@ from fsdp_compile.capture.unaveraged import (
     ids_in,
     places_of,
     refuse,
+    refuse_meta,
+    refuse_plain_forward,
     refuse_plain_rest_of_optimizer,
     refuse_wrapper_around,
     sharded,
@@ -54,7 +51,7 @@ from fsdp_compile.fsdp2.accumulation import follow_no_sync
 from fsdp_compile.fsdp2.module_class import user_class
 from fsdp_compile.fsdp2.param_group import ParamGroup
 from fsdp_compile.fsdp2.shards import local_of
-from fsdp_compile.fsdp2.take_over import follow_changes, model_of, sharded_root, take_over
+from fsdp_compile.fsdp2.take_over import model_of, sharded_root, take_over, watch_calls
 from fsdp_compile.fsdp2.updates import update_as
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.sharding.fully_shard import fully_shard
@@ -64,92 +61,43 @@ from fsdp_compile.sharding.params import refuse_params
 def watch(backend: Callable[..., Any]) -> None:
     """Shards what is compiled for a backend at its first call; the backend's module calls this when it is imported."""
 
-    def wrapped(compiled: OptimizedModule, module: nn.Module) -> None:
-        _FirstCall(compiled, module, lambda: given_backend(compiled.dynamo_ctx).options)
-        if hooks_are_traced(module):
-            compiled.register_forward_pre_hook(follow_changes)
+    def wrapped(compiled: OptimizedModule, module: nn.Module, options: Mapping[str, Any] | None) -> None:
+        waiting.setdefault(module, options)
+        compiled.register_forward_pre_hook(_shard_first, prepend=True)
+        if is_of_torch(module):
+            watch_calls(compiled)
 
-    def in_place(module: nn.Module, arguments: Mapping[str, Any]) -> None:
-        _remove_hooks(module)
-        waiting.pop(module, None)
-        if is_backend(arguments.get("backend"), backend) and not arguments.get("disable"):
-            options = arguments.get("options")
-            compile_around(module, arguments, follow_changes)
-            _FirstCall(module, module, lambda: options, arguments)
-
-    after_each_compile_of_a_module(backend, wrapped, in_place)
+    after_each_compile_of_a_module(backend, wrapped)
     stale.follow_optimizers()
     register_module_module_registration_hook(refuse_wrapper_around)
     register_optimizer_step_pre_hook(refuse_plain_rest_of_optimizer)
 
 
-class _FirstCall:
-    """A forward pre-hook of a compiled module, until it is called.
-
-    Args:
-        caller: What is called: the module, or what `torch.compile` has made of it.
-        module: The module.
-        options: Of the compile.
-        in_place: Arguments of `module.compile`.
-    """
-
-    def __init__(
-        self,
-        caller: nn.Module,
-        module: nn.Module,
-        options: Callable[[], Mapping[str, Any] | FSDPOptions | None],
-        in_place: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.caller, self.module = weakref.ref(caller), weakref.ref(module)
-        self.in_place = in_place
-        waiting.setdefault(module, options)
-        caller.register_forward_pre_hook(self, prepend=True, with_kwargs=True)
-
-    def __call__(self, caller: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Shards a module that is about to be called."""
-        if torch.compiler.is_compiling():  # a part of other compiled code, before which it was sharded
-            return None
-        # The call has taken its hooks already; here, since Dynamo does not watch what a disabled function calls.
-        for hook, takes_kwargs in _begin(self, caller):
-            if takes_kwargs:
-                args, kwargs = hook(caller, args, kwargs) or (args, kwargs)
-            elif (made := hook(caller, args)) is not None:
-                args = made if isinstance(made, tuple) else (made,)
-        return args, kwargs
-
-    def __deepcopy__(self, _memo: dict[int, Any]) -> _FirstCall:
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """What is loaded is not compiled, as with `torch.compile`, and has a hook that does nothing."""
-        return functools.partial, (no_hook,)
-
-
-def no_hook(_module: nn.Module, _args: Any, _kwargs: Any) -> None:
-    """Takes the place of a hook in a module that was pickled."""
+def _shard_first(compiled: OptimizedModule, _args: Any) -> None:
+    """A forward pre-hook of a compiled module, until it is called."""
+    if not torch.compiler.is_compiling():  # else a part of other compiled code, before which it was sharded
+        _begin(compiled)
 
 
 @torch.compiler.disable
-def _begin(hook: _FirstCall, caller: nn.Module) -> list[tuple[Callable[..., Any], bool]]:
-    """Shards a module at its first call; returns the pre-hooks that it has got, and whether they take keywords."""
-    module, before = hook.module(), set(caller._forward_pre_hooks)
-    if caller is hook.caller() and module is not None:
-        shard_now(module)
-        if hook.in_place is not None:  # `module.compile` has imported this package, and went on after it
-            compile_around(module, hook.in_place, follow_changes)
-    _remove_hooks(caller)
-    takes_kwargs = caller._forward_pre_hooks_with_kwargs
-    return [(each, key in takes_kwargs) for key, each in caller._forward_pre_hooks.items() if key not in before]
+def _begin(compiled: OptimizedModule) -> None:
+    shard_now(compiled._orig_mod)
+    hooks = compiled._forward_pre_hooks
+    for key in [key for key, hook in hooks.items() if hook is _shard_first]:
+        del hooks[key]
 
 
-def _remove_hooks(module: nn.Module) -> None:
-    for key in [key for key, hook in module._forward_pre_hooks.items() if isinstance(hook, _FirstCall)]:
-        del module._forward_pre_hooks[key]
-        module._forward_pre_hooks_with_kwargs.pop(key, None)
+skip_code(_shard_first.__code__)
 
 
-for _function in (_FirstCall.__call__, no_hook):
-    skip_code(_function.__code__)
+def refuse_first_in_place() -> None:
+    """Refuses a module of a class of torch that is plain and compiled in place, if that imports this package.
+
+    Dynamo starts no graph in its forward, so the backend would not hear of it.
+    """
+    for call in calls_under_way(nn.Module.compile.__code__):
+        if is_of_torch(call["self"]):
+            refuse_plain_forward(call["self"])
 
 
 def shard_now(module: nn.Module) -> bool:
@@ -163,11 +111,9 @@ def shard_now(module: nn.Module) -> bool:
     # A wrapper of another data parallelism, whose call was refused, may not be collected yet.
     around = [m for m in waiting if m is module or (module in set(m.modules()) and not isinstance(m, WRAPPERS))]
     outermost = max(around, key=lambda other: len(list(other.modules())))
-    given = waiting[outermost]()
-    done = _shard(outermost, FSDPOptions.from_dict(given))
+    done = _shard(outermost, FSDPOptions.from_dict(waiting[outermost]))
     for part in outermost.modules():
         waiting.pop(part, None)
-        _remove_hooks(part)
     return done
 
 
@@ -234,8 +180,10 @@ def _shard(module: nn.Module, options: FSDPOptions) -> bool:
     refuse(module, places.values())
     with outside_of_transforms(), torch.no_grad():
         if not options.sync_module_states:
+            refuse_meta(places.values())
             _compare_values(module, places.values(), options)
         fully_shard(module, **options.sharding)
+        refuse_meta(named for _, named in places_of(module))  # what the first rank has on meta, too
         now = {old: owner._parameters[attribute] for (owner, attribute), (_, old) in places.items()}
         successors = {old: new for old, new in now.items() if new is not old and new is not None}
         for old, new in successors.items():

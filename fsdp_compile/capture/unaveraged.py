@@ -7,7 +7,7 @@ what a compiled function reads) would become another copy on each rank; DDP and 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,15 +26,13 @@ from fsdp_compile.fsdp2 import stale
 from fsdp_compile.fsdp2.module_class import user_class
 from fsdp_compile.fsdp2.param_group import ParamGroup
 from fsdp_compile.fsdp2.take_over import sharded_root
-from fsdp_compile.fsdp2.updates import has_user_hooks
-from fsdp_compile.options import FSDPOptions
+from fsdp_compile.fsdp2.updates import user_hooks
 from fsdp_compile.sharding.params import is_whole
 
-_WHOLE = "call fully_shard(model) first, or compile the model"
+_WHOLE = "torch.compile(model, backend='fsdp') of the whole model, which shards it, or fully_shard(model) first"
 WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel)
 
-waiting: weakref.WeakKeyDictionary[nn.Module, Callable[[], Mapping[str, Any] | FSDPOptions | None]]
-waiting = weakref.WeakKeyDictionary()
+waiting: weakref.WeakKeyDictionary[nn.Module, Mapping[str, Any] | None] = weakref.WeakKeyDictionary()
 """Compiled modules that were not called yet, and the options of their compile."""
 sharded: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
 """Modules that their first call has sharded, and the options for `fully_shard` with which it did."""
@@ -62,8 +60,8 @@ def refuse(module: nn.Module, named: Iterable[tuple[str, nn.Parameter]]) -> None
         named: Its parameters, with their names.
 
     Raises:
-        ConfigError: If it is in or around another data parallelism, is a part of a plain model, is on the meta device,
-            or has gradients or hooks on them.
+        ConfigError: If it is in or around another data parallelism, is a part of a plain model, or has gradients or
+            hooks on them.
         UnsupportedModelError: If it has a module of TorchScript with parameters, or one is not contiguous.
     """
     for path, part in module.named_modules():
@@ -76,13 +74,6 @@ def refuse(module: nn.Module, named: Iterable[tuple[str, nn.Parameter]]) -> None
                 instead="the module without torch.jit.script or torch.jit.trace: torch.compile takes their place",
             )
     for name, parameter in named:
-        if parameter.is_meta:
-            raise ConfigError(
-                "a parameter is on the meta device: it has no value",
-                where=name,
-                instead="fsdp_compile.fully_shard(model, param_init_fn=...) or model.to_empty() and an initialization, "
-                "before the first call",
-            )
         if not is_whole(parameter) and not parameter.is_contiguous():
             raise UnsupportedModelError(
                 f"a parameter is not contiguous: shape {tuple(parameter.shape)}, strides {parameter.stride()}",
@@ -95,13 +86,33 @@ def refuse(module: nn.Module, named: Iterable[tuple[str, nn.Parameter]]) -> None
                 where=name,
                 instead="step with it or drop it (model.zero_grad()) before the first compiled call",
             )
-        if has_user_hooks(parameter):
+        if hooks := user_hooks(parameter):
             raise ConfigError(
                 "a parameter has hooks on its gradient, and its sharded successor would not",
-                where=name,
-                instead="fully_shard(model) before the hooks are registered",
+                where=f"{name}, hook {_title(hooks[0])}",
+                instead="fully_shard(model) before the hooks are registered. A gradient `g` is a DTensor there, so a "
+                "whole mask becomes one, too: g * distribute_tensor(mask, g.device_mesh, g.placements)",
             )
     _refuse_plain_rest(module)
+
+
+def _title(function: object) -> str:
+    """The name of a function and where its code begins."""
+    code = getattr(function, "__code__", None)
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"
+
+
+def refuse_meta(named: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Raises `ConfigError` for a parameter on the meta device, with its name."""
+    for name, parameter in named:
+        if parameter.is_meta:
+            raise ConfigError(
+                "a parameter is on the meta device: it has no value",
+                where=name,
+                instead="fsdp_compile.fully_shard(model, param_init_fn=...) or model.to_empty() and an initialization, "
+                "before the first call",
+            )
 
 
 def _refuse_plain_rest(module: nn.Module) -> None:
@@ -215,5 +226,5 @@ def _of_plain_model(where: str, way: Sequence[nn.Module]) -> ConfigError:
         if around is not None and (isinstance(around, WRAPPERS) or is_replicated(around)):
             return _refuse_wrapper(around, type(around).__name__)
     return ConfigError(
-        "a compiled function trains a plain model, whose gradients no rank would average", where=where, instead=_WHOLE
+        "compiled code trains a plain model, whose gradients no rank would average", where=where, instead=_WHOLE
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ from fsdp_compile.layout.wire_formats import ASKED
 class MixedPrecision(MixedPrecisionPolicy):
     """FSDP2's `MixedPrecisionPolicy`, and the options that FSDP1 had beyond it.
 
-    `param_dtype`, `reduce_dtype`, `output_dtype` and `cast_forward_inputs` are inherited.
+    Its fields are inherited, with what they mean in the installed torch.
 
     Attributes:
         buffer_dtype: Dtype of floating-point buffers. They are cast when the module is sharded; state dicts have them
@@ -81,18 +82,12 @@ def as_mixed_precision(policy: AnyPrecisionPolicy) -> MixedPrecision:
     if policy is None:
         policy = MixedPrecisionPolicy()
     if isinstance(policy, MixedPrecisionPolicy):
-        return MixedPrecision(
-            policy.param_dtype,
-            policy.reduce_dtype,
-            policy.output_dtype,
-            policy.cast_forward_inputs,
-            # FSDP2 excludes no module.
-            full_precision_classes=(),
-        )
+        # FSDP2 excludes no module.
+        return MixedPrecision(**as_dict(policy), full_precision_classes=())
     if isinstance(policy, FSDP1MixedPrecision):
         return MixedPrecision(
             policy.param_dtype,
-            policy.reduce_dtype,
+            policy.reduce_dtype or policy.param_dtype,
             None,
             policy.cast_forward_inputs,
             buffer_dtype=policy.buffer_dtype,
@@ -105,6 +100,11 @@ def as_mixed_precision(policy: AnyPrecisionPolicy) -> MixedPrecision:
         where="fully_shard(mp_policy=...)",
         instead="torch.distributed.fsdp.MixedPrecisionPolicy, or fsdp_compile.MixedPrecision",
     )
+
+
+def as_dict(policy: MixedPrecisionPolicy) -> dict[str, Any]:
+    """What this torch's `MixedPrecisionPolicy` takes, as a policy, or one of a derived class, has it."""
+    return {field.name: getattr(policy, field.name) for field in dataclasses.fields(MixedPrecisionPolicy)}
 
 
 def _spelled(asked: torch.dtype | str) -> str:

@@ -41,6 +41,8 @@ LAYOUTS = "_fsdp_layouts"
 """Attribute of a module: for parameters that are DTensors when they are gathered, their layout."""
 _BASE = "_fsdp_class"
 """Attribute of a class of ours: the user's."""
+deferred_units: set[int] = set()
+"""`id`s of units whose calls Dynamo watches, which those units keep: most loops over parameters find none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +134,20 @@ def refresh_reads(group: ParamGroup) -> None:
                 module.__dict__.pop(ARGUMENTS, None)
 
 
+def moved_away(where: str) -> UnsupportedModelError:
+    """The error for a parameter that was sharded, and then computed from others."""
+    return UnsupportedModelError(
+        "a sharded parameter was removed from its module, as parametrizations do",
+        where=where,
+        instead="torch.nn.utils.parametrize and torch.nn.utils.parametrizations before fully_shard() or the first "
+        "compiled call",
+    )
+
+
 def _make(base: type, reads: Sequence[ParamRead], originals: Sequence[str]) -> type:
+    for read in reads:
+        if isinstance(getattr(base, read.name, None), property):  # since FSDP2's initialization
+            raise moved_away(f"{base.__qualname__}.{read.name}")
     members: dict[str, Any] = {
         **{read.name: _property(read) for read in reads},
         **{name: _original_in_eval(name) for name in originals},
@@ -170,6 +185,8 @@ def _property(read: ParamRead) -> property:
         unit: Unit | None = getattr(module, UNIT)
         if unit is not None:
             _gather_deferred(unit, module)
+        if name not in module._parameters:
+            raise AttributeError(name)  # then Python asks `nn.Module.__getattr__`
         return module._parameters[name]
 
     def get_dtensor(module: nn.Module) -> torch.Tensor | None:
@@ -259,7 +276,7 @@ def _named_parameters(
 ) -> Iterator[tuple[str, nn.Parameter]]:
     """`named_parameters()`, and with it `parameters()`: in a forward that is traced, the results of reads."""
     if not torch.compiler.is_compiling():
-        for module in self.modules():
+        for module in self.modules() if deferred_units else ():
             unit = module.__dict__.get(UNIT)
             if unit is not None:
                 _gather_deferred(unit, module)

@@ -27,6 +27,7 @@ from fsdp_compile.comm.dtensor_layouts import DTensorLayout
 from fsdp_compile.comm.groups import alias_of
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.fsdp2 import edge
+from fsdp_compile.fsdp2.module_class import moved_away
 from fsdp_compile.fsdp2.pending import PendingGrads
 from fsdp_compile.fsdp2.updates import Updates
 from fsdp_compile.layout.flat_layout import ParameterShape, is_large, plan_layout
@@ -84,7 +85,7 @@ class Param:
 
 
 class ParamGroup:
-    """The parameters of one FSDP2 group that share a dtype and were trainable, or frozen, together.
+    """The parameters of one FSDP2 group that share dtypes and were trainable, or frozen, together.
 
     Attributes:
         of_torch: FSDP2's parameter group.
@@ -111,7 +112,8 @@ class ParamGroup:
         self.size, self.rank = where.size, where.rank
         self.updates = Updates(self)
         stored = torch_params.sharded_param(members[0]).dtype
-        common = self._common_spec(stored, where, self.updates.wanted(map(torch_params.sharded_param, members)))
+        self._members = members
+        common = self._common_spec(where, self.updates.wanted(map(torch_params.sharded_param, members)))
         shapes = [ParameterShape("", torch_params.shape_of(p), torch_params.shard_dim(p)) for p in members]
         wire = self._wire_format(stored)
         layout = plan_layout(
@@ -141,7 +143,6 @@ class ParamGroup:
             name = f"{titles.get(id(module), '')}.{attribute}".removeprefix(".")
             found[slot.index] = self._move_in(each, name, self._in_format(place))
         self.params = tuple(p for p in found if p is not None)
-        self._members = members
         self.pending = PendingGrads(self)
         self.gathered: dict[int, torch.Tensor] = {}
         self.edge = self.flat
@@ -162,6 +163,12 @@ class ParamGroup:
             return None
         found = ParamGroup._by_address.get(flat.data_ptr())  # type: ignore[attr-defined]
         return found if found is not None and found.flat.numel() == flat.numel() else None  # type: ignore[attr-defined]
+
+    @staticmethod
+    def has_padding_between(view: torch.Tensor, begin: int, end: int) -> bool:
+        """Whether some elements of the memory of a view are padding of a group's flat buffer, and nothing else."""
+        group = ParamGroup._by_address.get(view.untyped_storage().data_ptr())
+        return group is not None and begin < end and not any(begin <= p.spec.offset < end for p in group.params)
 
     def give_memory(self, flat: torch.Tensor) -> None:
         """Puts a buffer with an address in the place of one on meta, where FSDP2's shards stay: for plans."""
@@ -192,7 +199,7 @@ class ParamGroup:
         """Follows settings that users have changed on FSDP2's objects."""
         where = fsdp2.placement_of(self.of_torch)
         update = self.updates.wanted(param.parameter for param in self.params)
-        common = self._common_spec(self.flat.dtype, where, update)
+        common = self._common_spec(where, update)
         for param in self.params:
             old = param.spec
             place = dataclasses.replace(common, offset=old.offset, extent=old.extent, shape=old.shape, dim=old.dim)
@@ -217,11 +224,9 @@ class ParamGroup:
         found = dataclasses.replace(param.spec, param_dtype=self.flat.dtype, gather_format="")
         return None if found == param.spec else found
 
-    def _common_spec(self, stored: torch.dtype, where: fsdp2.Placement, update: Update) -> UnshardSpec:
+    def _common_spec(self, where: fsdp2.Placement, update: Update) -> UnshardSpec:
         """What all parameters of the group share."""
-        policy, state = self.of_torch.mp_policy, self.unit.state
-        sent = (policy.param_dtype or stored) if stored.is_floating_point else stored
-        reduced = policy.reduce_dtype or sent
+        state, reduced = self.unit.state, torch_params.reduce_dtype(self._members[0])
         reshard = Reshard.AFTER_FORWARD if where.reshards else Reshard.AFTER_BACKWARD
         if where.reshards and fsdp2.own_setting(state, "auto_reshard", default=False):
             reshard = Reshard.AUTO
@@ -242,7 +247,7 @@ class ParamGroup:
             replicas=where.replicas,
             replicate_group="" if where.replicate_group is None else alias_of(where.replicate_group, "replicate"),
             replicate_stride=where.replicate_stride,
-            param_dtype=sent,
+            param_dtype=torch_params.param_dtype(self._members[0]),
             reduce_dtype=compressed or reduced,
             accumulate_dtype=None if compressed is None else reduced,
             hook="" if hook is None else hook.key,
@@ -321,21 +326,35 @@ class ParamGroup:
     @property
     def is_changed(self) -> bool:
         """Whether `follow_parameters` has something to follow."""
-        return torch_params.seen_params(self._members) != self._seen
+        return torch_params.are_changed(self._seen)
 
     @property
     def is_registered(self) -> bool:
         """Whether modules have the sharded parameters, as between forwards."""
         return torch_params.are_registered(self._members)
 
+    def refuse_moved_away(self) -> None:
+        """Raises `UnsupportedModelError` if a module has lost a parameter, as parametrizations make it."""
+        for param in self.params:
+            if torch_params.is_moved_away(param.of_torch):
+                raise moved_away(param.name)
+
     def follow_parameters(self) -> bool:
         """Follows parameters that were replaced, frozen or thawed; returns whether the edge is another one.
 
         Raises:
-            UnsupportedModelError: If a parameter has another shape now.
+            UnsupportedModelError: If a parameter has another shape, dtype or device now.
         """
         if not self.is_changed:
             return False
+        if self.is_converted:
+            raise UnsupportedModelError(
+                "parameters were converted since the last call of a compiled function, whose graph is for what they "
+                "were",
+                where=f"unit {self.title}",
+                instead="torch.compile(model) in the place of a compiled function, or one uncompiled forward of the "
+                "model after the conversion",
+            )
         for i in [i for i, param in enumerate(self.params) if param.is_moved]:
             param = self.params[i]
             local = local_tensor(torch_params.sharded_param(param.of_torch))  # type: ignore[arg-type]
@@ -358,9 +377,9 @@ class ParamGroup:
         if flat_grad.dtype != self.flat.dtype or flat_grad.device != self.flat.device:
             flat_grad = flat_grad.to(self.flat)
         begin = flat_grad.storage_offset()
-        return [
-            make_dtensor(flat_grad.as_strided(p.view.shape, p.view.stride(), begin + p.spec.offset), p.parameter)
-            if p.spec.offset in offsets
-            else None
-            for p in self.params
-        ]
+        grads: list[DTensor | None] = []
+        for param in self.params:  # in each backward: no call of Python for each parameter that can be spared
+            offset, view, leaf = param.spec.offset, param.view, param.parameter
+            own = flat_grad.as_strided(view.shape, view.stride(), begin + offset) if offset in offsets else None
+            grads.append(None if own is None else make_dtensor(own, leaf))
+        return grads

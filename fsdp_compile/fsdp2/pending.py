@@ -1,7 +1,7 @@
 """Gradients that wait for (the rest of) their reduction: those of microbatches, until the last one.
 
 They have one home at a time: here, as one tensor of a group, while graphs gather its unit; in FSDP2's objects, one of
-each parameter, from before FSDP2's pre-forward until after its post-backward.
+each parameter, from FSDP2's pre-forward until after its post-backward.
 
     no_sync         backward graph -> accumulator leaf -> `unreduced` [size * numel]
     last one        backward graph takes `unreduced`, adds its own gradients, reduces the sum
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fsdp_compile._torch import fully_shard as fsdp2
 from fsdp_compile._torch import fully_shard_params as torch_params
 from fsdp_compile._torch.dynamo import keep_sizes_fixed
 from fsdp_compile.errors import UnsupportedModelError
@@ -112,6 +113,7 @@ class PendingGrads:
         if known is None:
             self._sums[placement] = _Sum(grad, set(offsets))
             self.group.unit.model.note_pending(self.group)
+            fsdp2.note_unreduced(self.group.of_torch)
         else:
             known.value = known.value + grad
             known.offsets.update(offsets)
@@ -136,6 +138,10 @@ class PendingGrads:
             self._slot(known.value, placement, param).zero_()
         known.offsets.difference_update(offsets)
         return taken
+
+    def forget(self) -> None:
+        """Drops all sums."""
+        self._sums.clear()
 
     def reduce_rest(self) -> None:
         """Reduces what is left as far as the next forward is asked to, and adds it to `.grad`; all ranks call it."""
@@ -163,13 +169,8 @@ class PendingGrads:
         group.updates.note(group.params_at(scattered.offsets))
 
     def give_to_torch(self) -> None:
-        """Hands unreduced gradients to FSDP2, whose hooks run the next forward of the unit.
-
-        Raises:
-            UnsupportedModelError: For gradients that lack their sum over replicas.
-        """
-        if GradPlacement.REDUCE_SCATTERED in self._sums:
-            raise self.partial_refusal("a compiled backward", "not compiled")
+        """Hands unreduced gradients to FSDP2, whose hooks have gathered the unit."""
+        self.refuse_partial()
         unreduced = self._sums.pop(GradPlacement.UNREDUCED, None)
         if unreduced is not None:
             for param in self.group.params_at(unreduced.offsets):
@@ -188,6 +189,11 @@ class PendingGrads:
             if grad is not None:
                 rows = gradient_rows(_EAGER, grad.to(self.dtype()), param.spec)
                 self._add_in_slot(GradPlacement.UNREDUCED, param, rows)
+
+    def refuse_partial(self) -> None:
+        """Raises `UnsupportedModelError` for gradients that lack their sum over replicas, which FSDP2 cannot take."""
+        if GradPlacement.REDUCE_SCATTERED in self._sums:
+            raise self.partial_refusal("a compiled backward", "not compiled")
 
     def partial_refusal(self, before: str, after: str) -> UnsupportedModelError:
         """The error for gradients that lack their sum over replicas where the next forward cannot take them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from fsdp_compile._torch import fully_shard as fsdp2
 from fsdp_compile._torch.autograd import backward_in_progress
 from fsdp_compile._torch.fully_shard_calls import forward_in_progress
-from fsdp_compile._torch.fully_shard_params import TorchParam, sharded_param
+from fsdp_compile._torch.fully_shard_params import TorchParam, refs_of, sharded_param
 from fsdp_compile._torch.tensors import local_tensor, make_dtensor, memory_id
+from fsdp_compile.comm import alike
 from fsdp_compile.errors import ConfigError
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
@@ -99,12 +100,43 @@ def meshes_of(tensors: Iterable[torch.Tensor]) -> list[DeviceMesh]:
 def torch_params(tensors: Iterable[torch.Tensor]) -> dict[torch.Tensor, tuple[TorchParam, DeviceMesh]]:
     """FSDP2's objects of those that are sharded parameters, with the data-parallel meshes that it shards them over."""
     wanted = set(tensors)
-    found: dict[torch.Tensor, tuple[TorchParam, DeviceMesh]] = {}
+    return {p: found for found in _all_torch_params() if (p := sharded_param(found[0])) in wanted}
+
+
+def _all_torch_params() -> Iterator[tuple[TorchParam, DeviceMesh]]:
     for state in {fsdp2.state_of(module): None for module in fsdp2.sharded_modules()}:
         for group in () if state is None else fsdp2.groups_of(state):
-            held = {sharded_param(param): param for param in fsdp2.params_of(group)}
-            found.update({p: (param, fsdp2.mesh_of(group)) for p, param in held.items() if p in wanted})
-    return found
+            for param in fsdp2.params_of(group):
+                yield param, fsdp2.mesh_of(group)
+
+
+def require_alike(parts: Mapping[str, nn.Module], where: str) -> None:
+    """Compares over ranks what modules have where FSDP2 has sharded a parameter, before they gather it together.
+
+    Args:
+        parts: The modules, by name.
+        where: The call, in an error.
+
+    Raises:
+        RankMismatchError: On all ranks, if one has put a parameter of another kind, shape or dtype in such a place.
+    """
+    names = {part: name for name, part in parts.items()}
+    described: dict[DeviceMesh, dict[str, str]] = {}
+    for param, mesh in _all_torch_params():
+        for module, attribute in refs_of(param):
+            if module in names:
+                held = module._parameters.get(attribute)
+                text = "missing" if held is None else f"a {type(held).__name__} {tuple(held.shape)} of {held.dtype}"
+                described.setdefault(mesh, {})[plain_name(f"{names[module]}.{attribute}".removeprefix("."))] = text
+    for mesh, texts in described.items():
+        alike.require(
+            texts,
+            [mesh.get_group(dim) for dim in range(mesh.ndim)],
+            torch.device(mesh.device_type),
+            what="parameters in a sharded model",
+            where=where,
+            instead="the same changes of the model on every rank; inside of full_params() a parameter may be replaced",
+        )
 
 
 def is_first(tensors: Iterable[torch.Tensor], where: str, *, sends: bool = False) -> bool:

@@ -7,7 +7,6 @@ backend first meets the model, after FSDP2's own lazy initialization.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import threading
 import weakref
@@ -15,11 +14,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_map
 
 from fsdp_compile._torch import fully_shard as fsdp2
 from fsdp_compile._torch.autograd import outside_of_transforms
+from fsdp_compile._torch.distributed import cast
 from fsdp_compile._torch.dynamo import (
     OptimizedModule,
     call_of,
@@ -185,20 +183,32 @@ def _follow_conversions(model: Model) -> None:
         _give_classes(model)
 
 
-def follow_changes(module: nn.Module, *_: object) -> None:
-    """Before a call of a compiled root whose hooks Dynamo traces: follows what users have done with parameters."""
+def watch_calls(compiled: OptimizedModule) -> None:
+    """Follows, before each call of a compiled root whose hooks Dynamo traces, what users have done with parameters."""
+    compiled.register_forward_pre_hook(_enter_call)
+    compiled.register_forward_hook(_leave_call, always_call=True)
+
+
+def _enter_call(compiled: OptimizedModule, *_: object) -> None:
     if not torch.compiler.is_compiling():
-        _follow_changes(module)
+        _follow_changes(compiled)
 
 
 @torch.compiler.disable
-def _follow_changes(module: nn.Module) -> None:
-    root = module._orig_mod if isinstance(module, OptimizedModule) else module
+def _follow_changes(compiled: OptimizedModule) -> None:
+    root = compiled._orig_mod
     model = model_of(root)
     if model is not None and model.root is root:
         _follow_conversions(model)
         for unit in model.units:
             unit.follow()
+        model.followed_in = call_of(compiled)
+
+
+def _leave_call(compiled: OptimizedModule, *_: object) -> None:
+    model = None if torch.compiler.is_compiling() else model_of(compiled._orig_mod)
+    if model is not None:
+        model.followed_in = None  # its frame holds inputs
 
 
 # FSDP2's hooks.
@@ -215,41 +225,24 @@ _watched = _Watched()
 
 def _pre_hook(unit: Unit, hook: fsdp2.PreHook) -> fsdp2.PreHook:
     policy = fsdp2.policy_of(unit.state)
-    dtype = policy.param_dtype if policy.cast_forward_inputs else None
+    training = policy.param_dtype if policy.cast_forward_inputs else None
+    in_eval = None if fsdp2.own_setting(unit.state, "full_precision_in_eval", default=False) else training
     if isinstance(hook, _FirstPreHook):
         hook = hook.__wrapped__
     unit.pre_hook = hook
-    full_in_eval = fsdp2.own_setting(unit.state, "full_precision_in_eval", default=False)
 
     def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        dtype = training if module.training else in_eval
         if torch.compiler.is_compiling():
             if unit.only_hooks:
                 graph_break(msg=f"FSDP2's hooks gather unit {unit.title!r}: {unit.only_hooks}")
-            if dtype is None or (full_in_eval and not module.training):
-                return args, kwargs
-            return cast(args, dtype), cast(kwargs, dtype)
+            return cast((args, kwargs), dtype)
         # Here, since Dynamo does not watch what a disabled function calls.
         _note_watched()
-        return _begin(unit, module, args, kwargs)
+        return _begin(unit, module, args, kwargs, dtype)
 
     skip_code(pre_forward.__code__)
     return pre_forward
-
-
-def cast(value: Any, dtype: torch.dtype) -> Any:
-    """Floating-point tensors in `value` as `dtype`, through containers, dataclasses and packed sequences."""
-
-    def leaf(x: Any) -> Any:
-        if isinstance(x, torch.Tensor):
-            return x.to(dtype) if x.is_floating_point() else x
-        if isinstance(x, PackedSequence):
-            return x.to(dtype) if x.data.is_floating_point() else x
-        if dataclasses.is_dataclass(x) and not isinstance(x, type):
-            fields = {f.name: cast(getattr(x, f.name), dtype) for f in dataclasses.fields(x) if f.init}
-            return dataclasses.replace(x, **fields)
-        return x
-
-    return tree_map(leaf, value, is_leaf=lambda x: isinstance(x, PackedSequence))
 
 
 def keep_inputs_in_eval(module: nn.Module) -> None:
@@ -274,26 +267,21 @@ class _FirstPreHook:
 
 def _post_hook(unit: Unit, hook: fsdp2.PostHook) -> fsdp2.PostHook:
     unit.post_hook = hook
-    training, in_eval = _output_dtypes(unit)
+    training = fsdp2.policy_of(unit.state).output_dtype
+    in_eval = training if fsdp2.own_setting(unit.state, "casts_output_in_eval", default=True) else None
 
     def post_forward(module: nn.Module, args: Any, output: Any) -> Any:
+        dtype = training if module.training else in_eval
         if torch.compiler.is_compiling():
-            dtype = training if module.training else in_eval
-            return output if dtype is None else cast(output, dtype)
-        return _end(unit, hook, module, args, output)
+            return cast(output, dtype)
+        return _end(unit, module, args, output, dtype)
 
     skip_code(post_forward.__code__)
     return post_forward
 
 
-def _output_dtypes(unit: Unit) -> tuple[torch.dtype | None, torch.dtype | None]:
-    """What the outputs of a unit are cast to: in training, and in eval mode."""
-    dtype = fsdp2.policy_of(unit.state).output_dtype
-    return dtype, dtype if fsdp2.own_setting(unit.state, "casts_output_in_eval", default=True) else None
-
-
 @torch.compiler.disable
-def _begin(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
+def _begin(unit: Unit, module: nn.Module, args: Any, kwargs: Any, dtype: torch.dtype | None) -> Any:
     for each in (unit, *unit.inner_units):
         each.leave_hooks()
     # Checkpointing by module hooks repeats the forward as it was: by hooks only if hooks have run its backward so far.
@@ -306,26 +294,20 @@ def _begin(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
             each.gather_given()
         if not unit.given_values():
             unit.defer(call_of(module))
-            full = not module.training and fsdp2.own_setting(unit.state, "full_precision_in_eval", default=False)
-            policy = fsdp2.policy_of(unit.state)
-            if full or policy.param_dtype is None or not policy.cast_forward_inputs:
-                return args, kwargs
-            return cast(args, policy.param_dtype), cast(kwargs, policy.param_dtype)
+            return cast((args, kwargs), dtype)
     if unit.gatherer is not Gatherer.HOOKS:
         unit.begin_hooks()
     return unit.pre_forward(module, args, kwargs)
 
 
 @torch.compiler.disable
-def _end(unit: Unit, hook: fsdp2.PostHook, module: nn.Module, args: Any, output: Any) -> Any:
+def _end(unit: Unit, module: nn.Module, args: Any, output: Any, dtype: torch.dtype | None) -> Any:
     for each in unit.inner_units:
         output = each.end_given(output)
     if unit.gatherer is not Gatherer.HOOKS:
         unit.end_deferred()
-        training, in_eval = _output_dtypes(unit)
-        dtype = training if module.training else in_eval
-        return output if dtype is None else cast(output, dtype)
-    output = hook(module, args, output)
+        return cast(output, dtype)
+    output = unit.post_hook(module, args, output)
     unit.end_hooks()
     return output
 
@@ -340,5 +322,5 @@ def _is_ours(compiler: Any) -> bool:
     return given_backend(compiler).function in _backends
 
 
-for _function in (follow_changes, _note_watched, compiler_of_calls, _FirstPreHook.__call__):
+for _function in (_enter_call, _leave_call, _note_watched, compiler_of_calls, _FirstPreHook.__call__):
     skip_code(_function.__code__)

@@ -29,7 +29,7 @@ from fsdp_compile._torch import fully_shard_params as torch_params
 from fsdp_compile._torch.autograd import after_this_backward, backward_in_progress
 from fsdp_compile._torch.dynamo import call_of, is_on_stack, keep_sizes_fixed
 from fsdp_compile.errors import UnsupportedModelError
-from fsdp_compile.fsdp2.module_class import refresh_reads, set_flat
+from fsdp_compile.fsdp2.module_class import deferred_units, refresh_reads, set_flat
 from fsdp_compile.fsdp2.param_group import ParamGroup
 
 
@@ -47,11 +47,13 @@ class Model:
     Attributes:
         root: The module of FSDP2's root state.
         units: In the order of FSDP2's states.
+        followed_in: The call of a compiled root before which all units have followed their parameters.
     """
 
     def __init__(self, root: nn.Module) -> None:
         self._root = weakref.ref(root)
         self.units: list[Unit] = []
+        self.followed_in: FrameType | None = None
         self._pending: set[ParamGroup] = set()
         self._ends_with: set[int] = set()
 
@@ -66,6 +68,11 @@ class Model:
     def groups(self) -> list[ParamGroup]:
         """The parameter groups of all units."""
         return [group for unit in self.units for group in unit.groups]
+
+    @property
+    def is_called(self) -> bool:
+        """Whether the call of a compiled root runs, before which all units have followed their parameters."""
+        return self.followed_in is not None and is_on_stack(self.followed_in)
 
     @property
     def has_pending(self) -> bool:
@@ -123,7 +130,7 @@ class Unit:
         self._call: FrameType | None = None
         self.prefetched: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
         self._holds_given = False
-        self._follows_hook = False
+        self._is_followed = False
         self._classes: list[tuple[weakref.ref[nn.Module], type, type]] = []
 
     @functools.cached_property
@@ -133,18 +140,30 @@ class Unit:
         return [u for u in self.model.units if u is not self and id(fsdp2.modules_of(u.state)[0]) in modules]
 
     def _only_hooks(self) -> str:
-        return next((why for group in fsdp2.groups_of(self.state) if (why := fsdp2.only_for_hooks(group))), "")
+        found = (self.kept_by_torch(group) or fsdp2.only_for_hooks(group) for group in fsdp2.groups_of(self.state))
+        return next(filter(None, found), "")
+
+    def kept_by_torch(self, of_torch: fsdp2.TorchGroup) -> str:
+        """Why the shards of a group stay where FSDP2 has them; empty if they need not."""
+        if fsdp2.has_extensions(of_torch):
+            return "fsdp_pre_all_gather() of the shards' class"
+        # This setting of ours sets `grad_dtype` itself.
+        if fsdp2.own_setting(self.state, "keep_low_precision_grads", default=False):
+            return ""
+        own = any(map(torch_params.has_own_grad_dtype, fsdp2.params_of(of_torch)))
+        return "Tensor.grad_dtype of a parameter" if own else ""
 
     def make_groups(self, titles: dict[int, str]) -> None:
-        """Moves the shards of FSDP2's groups into flat buffers, but for tensors whose class says how they are sent."""
+        """Moves the shards of FSDP2's groups into flat buffers, but for those that stay."""
         for of_torch in fsdp2.groups_of(self.state):
             fsdp2.observe(of_torch, self)
-            if fsdp2.has_extensions(of_torch):
+            if self.kept_by_torch(of_torch):
                 continue
             kinds: dict[Any, list[torch_params.TorchParam]] = {}
             for param in fsdp2.params_of(of_torch):
                 parameter = torch_params.sharded_param(param)
-                kinds.setdefault((parameter.dtype, parameter.requires_grad), []).append(param)
+                dtypes = parameter.dtype, torch_params.param_dtype(param), torch_params.reduce_dtype(param)
+                kinds.setdefault((*dtypes, parameter.requires_grad), []).append(param)
             self.groups += [ParamGroup(self, of_torch, members, titles) for members in kinds.values()]
 
     def settings_changed(self) -> None:
@@ -200,8 +219,12 @@ class Unit:
     def defer(self, call: FrameType | None) -> None:
         """Begins a call that Dynamo watches: a graph gathers the unit, or the first read in Python does."""
         self.gatherer = Gatherer.DEFERRED
-        self._call = call
+        self._set_call(call)
         self.follow()
+
+    def _set_call(self, call: FrameType | None) -> None:
+        self._call = call
+        (deferred_units.discard if call is None else deferred_units.add)(id(self))
 
     def continue_forward(self) -> None:
         """After the model was taken over in the middle of a forward: leaves a call that FSDP2 has begun to graphs."""
@@ -223,21 +246,22 @@ class Unit:
     def is_deferred(self) -> bool:
         """Whether such a call runs: it may have raised, or may have begun before the model was taken over."""
         if self.gatherer is Gatherer.DEFERRED and (self._call is None or not is_on_stack(self._call)):
-            self.gatherer, self._call = Gatherer.GRAPH, None
+            self.end_deferred()
         return self.gatherer is Gatherer.DEFERRED
 
     @property
-    def is_called(self) -> bool:
-        """Whether a hook of it, or of its model, has followed parameters in Python for the forward that runs."""
+    def is_followed(self) -> bool:
+        """Whether a hook of it, or of its model, has followed parameters in Python for the graph that comes next."""
         root = self.model.units[0]
-        return Gatherer.HOOKS in (self.gatherer, root.gatherer) or self.is_deferred or root.is_deferred
+        by_hooks = Gatherer.HOOKS in (self.gatherer, root.gatherer) or self.is_deferred or root.is_deferred
+        return self._is_followed and (by_hooks or self.model.is_called)
 
     def begin_hooks(self) -> None:
         """Makes FSDP2's hooks gather the unit from here on."""
-        self._call = None
+        self._set_call(None)
         self.follow(by_hooks=True)
         for group in self.groups:
-            group.pending.give_to_torch()
+            group.pending.refuse_partial()
             if torch.is_grad_enabled():
                 group.updates.begin_forward()
         self._swap(Gatherer.HOOKS)
@@ -263,6 +287,8 @@ class Unit:
         # Later forwards write into the memory that FSDP2 gathers into first.
         with torch.inference_mode(mode=False), torch.set_grad_enabled(grad):
             made = self.pre_hook(module, args, kwargs)
+            for group in self.groups:
+                group.pending.give_to_torch()
         for reader, name, value in given:
             reader._parameters[name] = value  # type: ignore[assignment]
         for reader, name in absent:  # a forward has deleted it, to put another tensor in its place
@@ -271,10 +297,12 @@ class Unit:
 
     def given_values(self) -> list[tuple[nn.Module, str, object]]:
         """What is registered for parameters of the unit in the place of what FSDP2 registers."""
+        unregistered = [group for group in self.groups if not group.is_registered]
+        for group in unregistered:
+            group.refuse_moved_away()
         return [
             (module, name, value)
-            for group in self.groups
-            if not group.is_registered
+            for group in unregistered
             for param in group.params
             for module, name in param.refs
             if not fsdp2.is_registered_by_torch(param.of_torch, value := module._parameters.get(name))
@@ -311,7 +339,8 @@ class Unit:
 
     def end_deferred(self) -> None:
         """Ends a call in which Python has read no parameter of the unit."""
-        self.gatherer, self._call = Gatherer.GRAPH, None
+        self.gatherer = Gatherer.GRAPH
+        self._set_call(None)
 
     def gather_late(self, module: nn.Module) -> None:
         """Runs FSDP2's pre-forward for a unit that Python reads in a forward which Dynamo was to compile."""
@@ -341,7 +370,7 @@ class Unit:
         Args:
             by_hooks: Whether FSDP2's hooks are about to gather the unit.
         """
-        self._follows_hook = True
+        self._is_followed = True
         self.follow_prefetch()
         if self.gatherer is not Gatherer.HOOKS and not self.only_hooks:
             self._follow_gathered(by_hooks=by_hooks)
@@ -375,24 +404,9 @@ class Unit:
             self.forget_gathered()
 
     def begin_graph(self) -> None:
-        """Before a graph that gathers the unit, or has taken what the user has gathered.
-
-        A compiled function calls no hook before it.
-        """
+        """Before a graph that gathers the unit, or has taken what the user has gathered."""
         self.forget_gathered()
-        if self._follows_hook or self.gatherer is Gatherer.HOOKS:
-            self._follows_hook = False
-            return
-        for of_torch in fsdp2.groups_of(self.state):
-            if not fsdp2.is_sharded(of_torch) or fsdp2.is_being_gathered(of_torch):
-                fsdp2.reshard(of_torch)
-        if any(group.is_changed for group in self.groups):
-            raise UnsupportedModelError(
-                "parameters were converted, replaced, frozen or thawed since the last call of a compiled function",
-                where=f"unit {self.title}",
-                instead="torch.compile(model) in the place of a compiled function, or one uncompiled forward of the "
-                "model after the change",
-            )
+        self._is_followed = False
 
     def forget_gathered(self) -> None:
         """Frees full parameters that the user has gathered for the forward that ran."""
@@ -406,9 +420,19 @@ class Unit:
         group.gathered = full
         refresh_reads(group)
 
-    def post_backward(self, of_torch: fsdp2.TorchGroup, run: Callable[[], None]) -> None:
+    def forget_unreduced(self, of_torch: fsdp2.TorchGroup) -> None:
+        """Drops gradients of microbatches whose reduction the user has called off."""
+        for group in self.groups:
+            if group.of_torch is of_torch:
+                group.pending.forget()
+
+    def post_backward(self, of_torch: fsdp2.TorchGroup, run: Callable[[], None] | None) -> None:
         """Around FSDP2's post-backward, `run`: gives it the gradients that wait here, or takes those that it keeps."""
         groups = [group for group in self.groups if group.of_torch is of_torch]
+        if run is None:
+            for group in groups:
+                group.pending.reduce_rest()
+            return
         for group in groups:
             group.updates.begin_backward()
             if fsdp2.reduces(of_torch):  # what came since the forward; schedules of pipelines call this alone

@@ -89,10 +89,10 @@ def _hooks_of(parameter: torch.Tensor) -> list[object]:
     return list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
 
 
-def has_user_hooks(parameter: torch.Tensor) -> bool:
-    """Whether a parameter's gradient has hooks that are no updater's."""
-    own = all(isinstance(hook, UpdateHook) for hook in _hooks_of(parameter))
-    return bool(parameter._backward_hooks) or not own
+def user_hooks(parameter: torch.Tensor) -> list[object]:
+    """The hooks on a parameter's gradient that are no updater's."""
+    hooks = [*(parameter._backward_hooks or {}).values(), *_hooks_of(parameter)]
+    return [hook for hook in hooks if not isinstance(hook, UpdateHook)]
 
 
 def deliver(parameter: nn.Parameter, grad: torch.Tensor) -> None:
@@ -152,7 +152,7 @@ class Updates:
         params = group.params_at(trained)
         if not params:
             return  # `torch.autograd.grad` asks for other gradients
-        if any(has_user_hooks(param.parameter) for param in params):
+        if any(user_hooks(param.parameter) for param in params):
             # Autograd calls them once more, for the gradient that the graph does not return.
             raise UnsupportedModelError(
                 "a parameter that a compiled backward updates has a hook on its gradient",

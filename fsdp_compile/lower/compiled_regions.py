@@ -13,32 +13,6 @@ import torch
 from fsdp_compile.fsdp2.param_group import ParamGroup
 from fsdp_compile.fsdp2.unit import Unit
 from fsdp_compile.ir.graph import StepGraph
-from fsdp_compile.ir.text.parser import parse_graph
-from fsdp_compile.ir.text.printer import format_graph
-
-
-@dataclasses.dataclass(frozen=True)
-class GraphText:
-    """A transformed graph as it is stored: its text, and what AOTAutograd says of its results, which no text has.
-
-    Attributes:
-        text: As `format_graph` writes it.
-        results: A description of each result: which ones are saved for backward.
-    """
-
-    text: str
-    results: tuple[object, ...]
-
-    @staticmethod
-    def of(step: StepGraph) -> GraphText:
-        """The text of a graph."""
-        return GraphText(format_graph(step), tuple(step.output.meta.get("desc") or ()))
-
-    def read(self) -> StepGraph:
-        """The graph, with fake values and records."""
-        step = parse_graph(self.text)
-        step.output.meta["desc"] = list(self.results)
-        return step
 
 
 @dataclasses.dataclass(eq=False)
@@ -46,26 +20,20 @@ class CompiledRegion:
     """One compiled region; `number` counts the regions of a model in the order of their compiles.
 
     Attributes:
-        graphs: The transformed ones, forward first; the text of each where the code was loaded.
+        steps: The transformed graphs, forward first.
     """
 
     number: int
     lower: str
-    graphs: list[StepGraph | GraphText] = dataclasses.field(default_factory=list)
+    steps: list[StepGraph] = dataclasses.field(default_factory=list)
 
-    def add(self, graph: StepGraph | GraphText) -> None:
-        """Stores a copy of a transformed graph, or its text."""
-        self.graphs.append(graph if isinstance(graph, GraphText) else graph.copy())
-
-    @property
-    def steps(self) -> list[StepGraph]:
-        """The transformed graphs."""
-        self.graphs = [each.read() if isinstance(each, GraphText) else each for each in self.graphs]
-        return [each for each in self.graphs if isinstance(each, StepGraph)]
+    def add(self, graph: StepGraph) -> None:
+        """Stores a copy of a transformed graph."""
+        self.steps.append(graph.copy())
 
 
 def register_region(groups: Sequence[ParamGroup], lower: str) -> CompiledRegion:
-    """Makes a region for the graphs of a compile; of several compiles of one region the last is stored.
+    """Makes a region for the graphs of a compile; of several compiles of one region the last is kept.
 
     The units of the parameter groups that it reads store it; `lower` is as in `FSDPOptions.lower`.
     """
@@ -82,5 +50,5 @@ def register_region(groups: Sequence[ParamGroup], lower: str) -> CompiledRegion:
 
 def regions_of(units: Iterable[Unit]) -> list[CompiledRegion]:
     """Regions that read any of `units`, each once, in the order in which they were compiled."""
-    found = {region for unit in units for region in unit.compiled_regions.values() if region.graphs}
+    found = {region for unit in units for region in unit.compiled_regions.values() if region.steps}
     return sorted(found, key=lambda region: region.number)

@@ -1,6 +1,6 @@
 """What runs before and after a compiled graph in each step: one object, which looks its parameter groups up once.
 
-It is plain data, which is stored beside the code of the graph. `entered` is around both graphs of a region.
+`entered` is around both graphs of a region.
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ def entered(
 
     def run(*args: Any) -> Any:
         groups = {at: group for at in flats if (group := ParamGroup.of(args[at])) is not None}
-        if not all(group.unit.is_called for group in groups.values()):
+        if not all(group.unit.is_followed for group in groups.values()):
             args = _followed(args, groups)
         CastBuffer.follow_all()
         outputs = compiled(*args)
@@ -262,14 +262,6 @@ def entered(
 def _followed(args: tuple[Any, ...], groups: Groups) -> tuple[Any, ...]:
     """The arguments with the edges to the parameters that there are now."""
     for group in groups.values():
-        if group.is_converted:
-            raise UnsupportedModelError(
-                "parameters were converted since the last call of a compiled function, whose graph is for what they "
-                "were",
-                where=f"unit {group.title}",
-                instead="torch.compile(model) in the place of a compiled function, or one uncompiled forward of the "
-                "model after the conversion",
-            )
         group.unit.follow()
     thawed = [group for at, group in groups.items() if group.edge.requires_grad and not args[at].requires_grad]
     if thawed and torch.is_grad_enabled():

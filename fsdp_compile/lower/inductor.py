@@ -14,15 +14,14 @@ from fsdp_compile._torch.dynamo import (
     functorch_config,
     inductor_config,
 )
-from fsdp_compile._torch.inductor import COMBO_KERNELS_UNCHECKED, compute_readers_first
-from fsdp_compile._torch.stored_compiles import DO_NOT_STORE, STORE, STORE_GRAPHS_ALONE, StoredGraph, add_to_key
+from fsdp_compile._torch.inductor import COMBO_KERNELS_UNCHECKED, COMMUNICATION_KEPT, compute_readers_first
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.ir.graph import Phase
 from fsdp_compile.lower.before_inductor import keep_matmuls, open_dequantize, write_before_waits
 from fsdp_compile.lower.compiled_step import Compiled
 from fsdp_compile.lower.keep_order import KEEP_CALLS_IN_ORDER
 from fsdp_compile.lower.once import compile_once
-from fsdp_compile.lower.region import GraphSummary, Region
+from fsdp_compile.lower.region import Region
 from fsdp_compile.lower.segments import described
 from fsdp_compile.lower.share_code import can_share_code, compile_segments
 from fsdp_compile.lower.written_order import compare, planned_calls
@@ -35,6 +34,7 @@ KEEP_OUR_ORDER: Final = {
     "reorder_for_compute_comm_overlap": False,
     **KEEP_CALLS_IN_ORDER,
     **COMBO_KERNELS_UNCHECKED,
+    **COMMUNICATION_KEPT,
 }
 FEW_LAUNCHES: Final = {"max_pointwise_cat_inputs": 64}
 """One kernel joins the gradients of a unit out of up to so many messages; by default it is one each, beyond eight."""
@@ -47,10 +47,6 @@ class _Partitioner(CustomPartitionerFn):
 
     def __init__(self, region: Region) -> None:
         self._region = region
-
-    def take_loaded(self, summary: GraphSummary) -> None:
-        """Receives the summary of each graph of a compile that was loaded."""
-        self._region.loaded.append(summary)
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
         return self._region.partition(gm, joint_inputs, **kwargs)
@@ -88,8 +84,7 @@ def compile_with_inductor(
             gm.recompile()  # caches look graphs up by their code
             planned = planned_calls(gm.graph)  # Inductor changes the graph
             text = _text(gm, example_inputs, patches)
-            with functorch_config.patch(STORE_GRAPHS_ALONE):
-                compiled = compile_once(text, lambda: compile_fx_inner(gm, example_inputs, **kwargs), patches)
+            compiled = compile_once(text, lambda: compile_fx_inner(gm, example_inputs, **kwargs), patches)
             compare(planned, getattr(compiled, "source_code", ""), phase.value)
             return compiled
 
@@ -99,26 +94,14 @@ def compile_with_inductor(
             own = {**kwargs, "static_input_idxs": ()}
             return compile_once(text, lambda: compile_fx_inner(segment, inputs, **own), patches)
 
-        if region.key is None:
-            return region.finish(gm, phase, compile_graph)
-        step = region.compiled_step(gm, phase)
-        with region.lowering(phase):
-            code = compile_graph()
-        return StoredGraph(code, region.summary(step))
+        return region.finish(gm, phase, compile_graph)
 
     for operator in (UPDATE, POISON, CHECK_MESSAGE):
         compute_readers_first(operator)
     patches = {**KEEP_OUR_ORDER, **FEW_LAUNCHES, **settings, "custom_partitioner_fn": _Partitioner(region)}
-
-    def compile_region() -> Any:
-        stored = DO_NOT_STORE if region.key is None else STORE
-        with functorch_config.patch(stored):
-            return compile_fx(gm, list(inputs), inner_compile=inner_compile, config_patches=patches)
-
-    if region.key is None:
-        return compile_region()
-    add_to_key(gm, region.key)
-    return compile_once("\n".join([region.key, _text(gm, inputs, patches)]), compile_region, patches)
+    # Its key has neither our passes nor our options, and would find graphs that were made with others.
+    with functorch_config.patch(enable_autograd_cache=False):
+        return compile_fx(gm, list(inputs), inner_compile=inner_compile, config_patches=patches)
 
 
 def _refuse_partitioner(settings: Mapping[str, Any]) -> None:

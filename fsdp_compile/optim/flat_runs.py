@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
@@ -12,13 +11,14 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch.autograd import allow_any_gradient_dtype
 from fsdp_compile._torch.tensors import foreach_copy_, local_tensor, make_dtensor, memory_id
+from fsdp_compile.fsdp2.param_group import ParamGroup
 from fsdp_compile.fsdp2.shards import is_number
 
 State = MutableMapping[Any, Any]
 
 
 class Run:
-    """Sharded parameters that are updated together, as one plain tensor: the memory of their shards, without a gap.
+    """Sharded parameters that are updated together, as one plain tensor: the memory of their shards, with its padding.
 
     The optimizer's state of the run is one tensor per kind; each parameter's own state consists of views of it, as
     DTensors, and of copies of its numbers, so that state dicts look as they would without runs.
@@ -32,7 +32,8 @@ class Run:
     def __init__(self, params: Sequence[DTensor], known: State) -> None:
         self.params = tuple(params)
         locals_ = [local_tensor(param) for param in params]
-        self._sizes = [local.numel() for local in locals_]
+        begin = locals_[0].storage_offset()
+        self._places = [(local.storage_offset() - begin, local.numel()) for local in locals_]
         # Detached: a write that changes the version of a tensor would fail a backward that saved it.
         self.tensor = locals_[0].detach() if len(params) == 1 else _span(locals_)
         self.state: dict[Any, Any] = self._joined([known.get(param, {}) for param in params])
@@ -74,13 +75,13 @@ class Run:
             self._versions[key] = numbers._version
 
     def take_gradient(self) -> None:
-        """Sets the gradient of the run's tensor: the memory of the parameters' own, or a copy where that has gaps."""
+        """Sets the gradient of the run's tensor: the memory of the parameters' own if they lie as the parameters do."""
         gradients = [local_tensor(param.grad) for param in self.params]  # type: ignore[arg-type]
         gradient = gradients[0]
-        if len(gradients) > 1 and all(itertools.starmap(_follows, itertools.pairwise(gradients))):
+        if len(gradients) > 1 and self._lie_as_parameters(gradients):
             gradient = _span(gradients)
         elif len(gradients) > 1:
-            gradient = torch.empty_like(self.tensor, dtype=gradient.dtype)
+            gradient = torch.zeros_like(self.tensor, dtype=gradient.dtype)
             parts = zip(self._split(gradient), gradients, strict=True)
             foreach_copy_([part.view(own.shape) for part, own in parts], gradients)
         if gradient.dtype != self.tensor.dtype:
@@ -91,8 +92,20 @@ class Run:
         """Clears the gradient of the run's tensor, which belongs to the parameters."""
         self.tensor.grad = None
 
+    def _lie_as_parameters(self, gradients: Sequence[torch.Tensor]) -> bool:
+        # Between them is padding then, zero in flat gradients as in flat parameters, which elementwise updates keep.
+        first = gradients[0]
+        begin, memory, dtype = first.storage_offset(), memory_id(first), first.dtype
+        return all(
+            each.storage_offset() == begin + start
+            and memory_id(each) == memory
+            and each.dtype == dtype
+            and each.is_contiguous()
+            for each, (start, _) in zip(gradients, self._places, strict=True)
+        )
+
     def _split(self, value: torch.Tensor) -> Sequence[torch.Tensor]:
-        return value.split(self._sizes)
+        return [value[start : start + size] for start, size in self._places]
 
     def _parts(self, key: Any, value: Any) -> Sequence[Any]:
         """What of a value of the run's state belongs to each parameter."""
@@ -118,7 +131,9 @@ class Run:
             elif len(states) == 1:
                 joined[key] = local_tensor(value)
             else:
-                joined[key] = torch.cat([local_tensor(state[key]).reshape(-1) for state in states])
+                joined[key] = torch.zeros_like(self.tensor, dtype=value.dtype)
+                for part, state in zip(self._split(joined[key]), states, strict=True):
+                    part.copy_(local_tensor(state[key]).reshape(-1))
         return joined
 
 
@@ -153,20 +168,22 @@ def _fit(one: DTensor, other: DTensor, state: State) -> bool:
 
 
 def _follows(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether the memory of a tensor begins where that of another one ends."""
+    """Whether the memory of a tensor begins where that of another one ends, or where its padding does."""
+    end, begin = int(one.storage_offset()) + one.numel(), int(other.storage_offset())
     return (
-        other.storage_offset() == one.storage_offset() + one.numel()
-        and memory_id(one) == memory_id(other)
+        memory_id(one) == memory_id(other)
         and one.dtype == other.dtype
         and one.is_contiguous()
         and other.is_contiguous()
+        and (end == begin or ParamGroup.has_padding_between(one, end, begin))
     )
 
 
 def _span(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The memory of tensors each of which follows the one before it, as one vector."""
-    size = sum(tensor.numel() for tensor in tensors)
-    return tensors[0].detach().as_strided((size,), (1,), tensors[0].storage_offset())
+    """The memory from the first of tensors to the end of the last one, as one vector."""
+    first, last = tensors[0], tensors[-1]
+    size = last.storage_offset() + last.numel() - first.storage_offset()
+    return first.detach().as_strided((size,), (1,), first.storage_offset())
 
 
 def _are_same(given: Mapping[Any, Any], values: Sequence[Any]) -> bool:

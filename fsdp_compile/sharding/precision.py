@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_compile._torch.fully_shard_calls import is_closed
+from fsdp_compile.config.policy import as_dict
 from fsdp_compile.sharding.arguments import UnitPolicy
 from fsdp_compile.sharding.units import Unit
 
@@ -26,11 +27,10 @@ def torch_precision(unit: Unit, call: UnitPolicy, *, is_split: bool) -> MixedPre
     if unit.is_call:
         at_root = own.cast_root_forward_inputs
         casts = own.cast_forward_inputs if at_root is None else at_root
-        return MixedPrecisionPolicy(own.param_dtype, own.reduce_dtype, own.output_dtype, casts)
+        return MixedPrecisionPolicy(**as_dict(own) | {"cast_forward_inputs": casts})
     output_dtype = own.output_dtype if own != call.precision else None
-    return MixedPrecisionPolicy(
-        own.param_dtype, own.reduce_dtype, output_dtype, own.cast_forward_inputs and not is_split
-    )
+    casts = own.cast_forward_inputs and not is_split
+    return MixedPrecisionPolicy(**as_dict(own) | {"output_dtype": output_dtype, "cast_forward_inputs": casts})
 
 
 def with_excluded(

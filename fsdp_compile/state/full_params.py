@@ -23,6 +23,7 @@ from fsdp_compile.fsdp2.shards import (
     meshes_of,
     own_part,
     plain_name,
+    require_alike,
     shard_between_steps,
     torch_params,
     union,
@@ -67,6 +68,7 @@ def full_params(
         ConfigError: Inside a forward, a backward or another `full_params` of the same parameters; if a parameter is on
             the meta device; and when leaving, on all ranks, if on one of them a parameter was removed or changed its
             shape, its dtype or `requires_grad`, or places of a tied one got different parameters.
+        RankMismatchError: On all ranks, if a parameter was replaced before, and not by the same kind on all of them.
     """
     module = unwrap(module)
     shard_between_steps(
@@ -75,7 +77,9 @@ def full_params(
         instead="full_params(model) before or after it; inside a forward, self.weight is the full parameter anyway",
     )
     options = _Options(writeback, offload_to_cpu, with_grads, source=0 if rank0_only else None)
-    found = dict(_places(module, recurse=recurse))
+    parts = _parts(module, recurse=recurse)
+    found = _places(parts)
+    require_alike(parts, "full_params()")
     layouts = (
         {} if rank0_only or offload_to_cpu else {p: unsharded_spec(t) for p, (t, _) in torch_params(found).items()}
     )
@@ -104,14 +108,18 @@ class _Options:
 Places = list[tuple[nn.Module, str]]
 
 
-def _places(module: nn.Module, *, recurse: bool) -> Iterator[tuple[DTensor, tuple[str, Places]]]:
-    """The sharded parameters below a module, with a name and every place of each."""
-    found: dict[DTensor, tuple[str, Places]] = {}
+def _parts(module: nn.Module, *, recurse: bool) -> dict[str, nn.Module]:
     nested = [name for name, part in module.named_modules() if name and isinstance(part, FSDPModule)]
     skipped = () if recurse else tuple(f"{name}." for name in nested)
-    for prefix, part in module.named_modules():
+    return {name: part for name, part in module.named_modules() if not f"{name}.".startswith(skipped)}
+
+
+def _places(parts: Mapping[str, nn.Module]) -> dict[DTensor, tuple[str, Places]]:
+    """The sharded parameters of some modules, with a name and every place of each."""
+    found: dict[DTensor, tuple[str, Places]] = {}
+    for prefix, part in parts.items():
         for attribute, parameter in part._parameters.items():
-            if parameter is None or f"{prefix}.".startswith(skipped):
+            if parameter is None:
                 continue
             name = plain_name(f"{prefix}.{attribute}".removeprefix("."))
             if hasattr(parameter, _INSIDE):
@@ -122,7 +130,7 @@ def _places(module: nn.Module, *, recurse: bool) -> Iterator[tuple[DTensor, tupl
                 if parameter.is_meta:
                     raise ConfigError("it is on the meta device", where=f"full_params(), {name}", instead="its values")
                 found.setdefault(parameter, (name, []))[1].append((part, attribute))
-    return iter(found.items())
+    return found
 
 
 @dataclasses.dataclass

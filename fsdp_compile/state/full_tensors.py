@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile.fsdp2.shards import full_value, is_first, plain_name, shard_between_steps, unwrap
+from fsdp_compile.fsdp2.shards import full_value, is_first, plain_name, require_alike, shard_between_steps, unwrap
 
 _WHERE = "full_tensors()"
 
@@ -34,9 +34,11 @@ def full_tensors(
     Raises:
         ConfigError: When it is called, inside a forward or a backward; with `rank0_only`, if parameters are sharded
             over meshes whose first ranks differ.
+        RankMismatchError: On all ranks, if a parameter was replaced, and not by the same kind on all of them.
     """
     module = unwrap(model)
     shard_between_steps(module, _WHERE, instead=f"{_WHERE} before or after it")
+    require_alike(dict(module.named_modules()), _WHERE)
     receives = not rank0_only or is_first(module.parameters(), _WHERE)
     return _yield_values(module, receives=receives, cpu_offload=cpu_offload)
 

@@ -18,10 +18,18 @@ pytestmark = pytest.mark.core
 PACKAGE = Path(fsdp_compile.__file__).parent
 NAMES = PACKAGE / "_torch" / "fully_shard_names.py"
 USERS = [path for path in NAMES.parent.glob("fully_shard*.py") if path != NAMES]
+_NEW_IN_2_15 = (
+    "_has_sharded_grad_dtype_override",
+    "_post_backward_pending",
+    "sharded_grad_dtype",
+    "unsharded_grad_dtype",
+)
 LACKS = {
     "2.11": {
         "ShardPlacementResult",
         "_dp_dim_indices",
+        "_reset_iter_state",
+        *_NEW_IN_2_15,
         "_fsdp_param_groups",
         "_set_separate_reduce_scatter_group",
         "_unsharded_dtensor_spec",
@@ -30,7 +38,7 @@ LACKS = {
         "reduce_scatter_unused_params",
         "spmd_mesh",
     },
-    "2.13": {"_tp_spec"},
+    "2.13": {"_tp_spec", *_NEW_IN_2_15},
     "2.15": {"_tp_spec"},
 }
 """What a version does not have, of what others have; the files that use it say what takes its place."""

@@ -1,8 +1,8 @@
-"""`module.compile(backend="fsdp")`: modules of torch's own, parts of a model, and the first compile of a process."""
+"""`module.compile(backend="fsdp")`: sharded models and parts of them train, plain ones are refused."""
 
 from __future__ import annotations
 
-import os
+import copy
 import subprocess
 import sys
 import textwrap
@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_compile import ConfigError
+from fsdp_compile import ConfigError, fully_shard
 from tests import long
 from tests.models.kinds import WIDTH, Stack
 from tests.ranks import run_ranks
-from tests.two_sides import Run, WithOneProcess
+from tests.two_sides import Run, WithOneProcess, loss_of
 
 IN_PLACE = {"backend": "fsdp", "options": {"lower": "eager"}}
 
@@ -84,25 +84,40 @@ def _sequential() -> nn.Module:
     always=[(_sequential, _all_of_it)],
 )
 def test_it_trains_as_one_process(make: Callable[[], nn.Module], parts: Callable[[nn.Module], list[nn.Module]]) -> None:
-    run_ranks(_train, make, Run.UNSHARDED, parts)
+    run_ranks(_train, make, Run.EAGER, parts)
 
 
-def _refused(make: Callable[[], nn.Module]) -> str:
-    """Compiles all but the last child of a model."""
+def _refused(make: Callable[[], nn.Module], parts: Callable[[nn.Module], list[nn.Module]]) -> str:
     model = make()
-    for part in list(model.children())[:-1]:
+    expected = copy.deepcopy(model)
+    for part in parts(model):
         part.compile(**IN_PLACE)
-    with pytest.raises(ConfigError) as caught:
-        model(torch.ones(2, WIDTH))
+    batch = torch.ones(2, WIDTH)
+    with torch.no_grad():  # each rank computes with its whole copy, and nothing is trained
+        torch.testing.assert_close(model(batch), expected(batch))
+    for _ in range(2):
+        with pytest.raises(ConfigError) as caught:
+            model(batch)
     assert all(type(parameter) is nn.Parameter for parameter in model.parameters()), "something was sharded"
+    fully_shard(model)
+    loss_of(model(batch)).backward()
     return str(caught.value)
 
 
-@pytest.mark.parametrize("make", [_sequential, _TwoHeads])
-def test_parts_whose_rest_is_plain_are_refused_before_anything_is_sharded(make: Callable[[], nn.Module]) -> None:
-    for message in run_ranks(_refused, make):
-        assert "only a part of a model is compiled" in message
-        assert "fully_shard(model) first, or compile the model" in message
+@pytest.mark.core
+@long.parametrize(
+    ("make", "parts"),
+    [(Stack, _all_of_it), (Stack, _each_part), (_TwoHeads, _heads)],
+    always=[(Stack, _all_of_it)],
+)
+def test_plain_ones_are_refused_before_anything_is_trained(
+    make: Callable[[], nn.Module], parts: Callable[[nn.Module], list[nn.Module]]
+) -> None:
+    for message in run_ranks(_refused, make, parts):
+        assert "compiled code trains a plain model" in message
+        assert (
+            "torch.compile(model, backend='fsdp') of the whole model, which shards it, or fully_shard(model)" in message
+        )
 
 
 def _nothing(_model: nn.Module) -> list[nn.Module]:
@@ -121,22 +136,16 @@ def test_what_the_refusal_of_a_shared_trunk_advises(how: Run, parts: Callable[[n
 
 SCRIPT = textwrap.dedent(
     """
-    import torch, torch.distributed as dist
     from torch import nn
     layer = nn.Linear(4, 4)
-    layer.compile(backend="fsdp", options={"lower": "eager"})  # imports the package
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    layer(torch.ones(2, 4)).sum().backward()
-    print(type(layer.weight).__name__)
-    dist.destroy_process_group()
+    layer.compile(backend="fsdp")  # imports the package
     """
 )
 
 
 @pytest.mark.long
-def test_the_first_compile_of_a_process() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=dict(os.environ), capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "DTensor"
+def test_a_plain_module_of_torch_is_refused_by_the_first_compile_of_a_process() -> None:
+    """Dynamo starts no graph in it, of which the backend could hear."""
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300, check=False)
+    assert "ConfigError: compiled code trains a plain model" in done.stderr
+    assert "Linear, parameter weight" in done.stderr

@@ -99,12 +99,6 @@ def _module(make: Callable[[], nn.Module]) -> None:
     _train(compile_eagerly(model), model)
 
 
-def _module_itself_compiled() -> None:
-    model = Small()
-    model.compile(backend="fsdp", options={"lower": "eager"})
-    _train(model, model)
-
-
 class _Task(Small):
     """As frameworks have it: they call methods, which call the module itself."""
 
@@ -120,6 +114,7 @@ class _Task(Small):
 def _methods_of_a_module_itself_compiled() -> None:
     model = _Task()
     reference = copy.deepcopy(model)
+    fully_shard(model)
     model.compile(backend="fsdp", options={"lower": "eager"})
     _train(model.training_step, model, reference)
     x = torch.randn(2, 6)
@@ -134,7 +129,6 @@ CASES: dict[str, Callable[[], None]] = {
     "first-argument-not-named-self": lambda: _module(_Other),
     "graph-breaks": lambda: _module(_Breaks),
     "nested": lambda: _module(_Nested),
-    "module.compile": _module_itself_compiled,
     "methods-of-module.compile": _methods_of_a_module_itself_compiled,
     "module-left-to-python": lambda: _module(_LeftToPython),
 }
@@ -187,6 +181,38 @@ def _check_first_call_without_gradients() -> None:
 
 def test_inference_first_then_training() -> None:
     run_ranks(_check_first_call_without_gradients)
+
+
+def _made_by_the_first_rank(form: str) -> None:
+    torch.manual_seed(0)
+    reference = Small()
+    torch.manual_seed(0)
+    with torch.device("meta" if dist.get_rank() else "cpu"):
+        model = Small()
+    options: Any = {"lower": "eager", "sync_module_states": True}
+    if form == "module":
+        _train(torch.compile(model, backend="fsdp", options=options), model, reference)
+    else:
+        model.compile(backend="fsdp", options=options)
+        _train(model, model, reference)
+
+
+@pytest.mark.parametrize("form", ["module", "module.compile"])
+def test_values_of_the_first_rank_alone(form: str) -> None:
+    """The others have the model on meta; the optimizer is made before any has its part."""
+    run_ranks(_made_by_the_first_rank, form)
+
+
+def _made_by_no_rank() -> None:
+    with torch.device("meta"):
+        model = Small()
+    compiled: Any = torch.compile(model, backend="fsdp", options={"lower": "eager", "sync_module_states": True})
+    with pytest.raises(ConfigError, match=r"on the meta device: it has no value\n  where: scale"):
+        compiled(torch.ones(2, 6))
+
+
+def test_values_of_no_rank() -> None:
+    run_ranks(_made_by_no_rank, timeout_s=60)
 
 
 def _check_inference_only() -> None:

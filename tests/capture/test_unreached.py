@@ -45,17 +45,7 @@ def _torchs_module() -> tuple[Call, nn.Module]:
     return lambda x: compiled(x)[0], cell
 
 
-def _module_itself_compiled() -> tuple[Call, nn.Module]:
-    model = Recurrent()
-    model.compile(backend="fsdp", options={"lower": "eager"})
-    return model, model
-
-
-REACHED: dict[str, Callable[[], tuple[Call, nn.Module]]] = {
-    "module": _module,
-    "module-of-torch": _torchs_module,
-    "module.compile": _module_itself_compiled,
-}
+REACHED: dict[str, Callable[[], tuple[Call, nn.Module]]] = {"module": _module, "module-of-torch": _torchs_module}
 
 
 def _train(call: Call, model: nn.Module, reference: nn.Module) -> None:
@@ -119,7 +109,7 @@ def _many_of_a_class(form: str) -> None:
             reference = copy.deepcopy(model)
             call: Call = model
             if form == "module.compile":
-                model.compile(backend="fsdp", options={"lower": "eager"})
+                fully_shard(model).compile(backend="fsdp", options={"lower": "eager"})
             else:
                 call = compile_eagerly(model)
             _train(lambda x: call(x.flatten(0, 1)), model, nn.Sequential(nn.Flatten(0, 1), reference))  # noqa: B023
@@ -180,15 +170,10 @@ def test_ignored_parameters_take_gradients() -> None:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("form", ["module", "module.compile"])
-def test_a_model_on_meta_that_gets_a_real_batch(form: str) -> None:
+def test_a_model_on_meta_that_gets_a_real_batch() -> None:
     with torch.device("meta"):
         model = Stack()
-    call: Call = model
-    if form == "module.compile":
-        model.compile(backend="fsdp", options={"lower": "eager"})
-    else:
-        call = compile_eagerly(model)
+    call = compile_eagerly(model)
     with fake_world(2), pytest.raises(ConfigError, match="on the meta device: it has no value") as caught:
         call(torch.ones(2, WIDTH))
     assert "fsdp_compile.fully_shard(model, param_init_fn=...)" in (caught.value.instead or "")

@@ -6,7 +6,7 @@ import contextlib
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.hooks import RemovableHandle
 
 from fsdp_compile import no_sync
@@ -123,6 +123,22 @@ def _frozen_before_the_rest_is_reduced() -> None:
 
 def test_a_hook_of_a_parameter_that_was_frozen_since() -> None:
     run_ranks(_frozen_before_the_rest_is_reduced)
+
+
+def _times_a_whole_mask() -> None:
+    """As the error says for hooks that were registered before a plain model was sharded."""
+    pair = WithOneProcess(Small, Run.SHARDED)
+    mask = (torch.arange(7) % 2).unsqueeze(1)
+
+    def masked(g: torch.Tensor) -> torch.Tensor:
+        return g * (distribute_tensor(mask, g.device_mesh, g.placements) if isinstance(g, DTensor) else mask)
+
+    pair.change(lambda model: model.get_parameter("up.weight").register_hook(masked))
+    pair.train(steps=1)
+
+
+def test_a_gradient_times_a_whole_mask() -> None:
+    run_ranks(_times_a_whole_mask)
 
 
 def _all() -> None:

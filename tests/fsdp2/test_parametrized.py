@@ -1,17 +1,19 @@
-"""Parametrized modules train as in one process."""
+"""Parametrized modules train as in one process; parametrizations of sharded ones are an error by name."""
 
 from __future__ import annotations
 
 import abc
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, parametrize
 
+from fsdp_compile import UnsupportedModelError, fully_shard
 from tests import long
 from tests.ranks import run_ranks
-from tests.two_sides import Run, WithOneProcess
+from tests.two_sides import Run, WithOneProcess, compile_eagerly
 
 
 class _Model(nn.Module):
@@ -56,3 +58,40 @@ def _train(layer: type[nn.Linear], how: Run) -> None:
 @long.parametrize("layer", [nn.Linear, _Abstract, _OfAMetaclass], always=[_OfAMetaclass])
 def test_it_trains_whatever_the_metaclass(layer: type[nn.Linear], how: Run) -> None:
     run_ranks(_train, layer, how)
+
+
+class _Doubled(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight
+
+
+def _parametrized_after_sharding(how: str) -> None:
+    model = fully_shard(_Model())
+    compiled: Any = compile_eagerly((lambda x: model(x)) if how == "function" else model)  # noqa: PLW0108
+    x = torch.ones(2, 6)
+    if how != "before the first call":
+        compiled(x).sum().backward()
+    parametrize.register_parametrization(model.layer, "weight", _Doubled())
+    call = model if how == "uncompiled" else compiled
+    for _ in range(2):
+        with pytest.raises(UnsupportedModelError, match=r"as parametrizations do\n  where: (layer|Param.*)\.weight"):
+            call(x)
+
+
+@pytest.mark.parametrize("how", ["compiled", "function", "uncompiled", "before the first call"])
+def test_a_parametrization_of_a_sharded_parameter_is_refused_by_name(how: str) -> None:
+    run_ranks(_parametrized_after_sharding, how, timeout_s=60)
+
+
+def _removed() -> None:
+    model = fully_shard(_Model())
+    compiled = compile_eagerly(model)
+    compiled(torch.ones(2, 6)).sum().backward()
+    del model.layer.weight
+    assert not hasattr(model.layer, "weight")
+    with pytest.raises(UnsupportedModelError, match=r"was removed from its module(.|\n)*where: layer\.weight"):
+        compiled(torch.ones(2, 6))
+
+
+def test_a_sharded_parameter_that_was_removed_is_named() -> None:
+    run_ranks(_removed, timeout_s=60)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -54,6 +55,10 @@ def _layers() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
 
 
+def _masked(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient * torch.ones(3)
+
+
 class Tied(Model):
     """Two blocks that have a parameter in common."""
 
@@ -66,9 +71,9 @@ class Tied(Model):
 MODELS: list[Callable[[], nn.Module]] = [Model, Breaks, _layers, Tied]
 
 
-def _trains(make: Callable[[], nn.Module], compile_model: Callable[[Any], Any]) -> None:
+def _trains(make: Callable[[], nn.Module]) -> None:
     pair = pair_of(make)
-    pair.call = compile_model(pair.model)
+    pair.call = one_line(pair.model)
     assert not any(isinstance(p, DTensor) for p in pair.model.parameters())
     pair.train(steps=3)
     # Another compile of the same model, and one after a reset.
@@ -79,21 +84,19 @@ def _trains(make: Callable[[], nn.Module], compile_model: Callable[[Any], Any]) 
 
 
 @pytest.mark.parametrize("make", MODELS)
-@pytest.mark.parametrize("compile_model", [one_line, in_place])
-def test_trains_as_one_process(make: Callable[[], nn.Module], compile_model: Callable[[Any], Any]) -> None:
-    run_ranks(_trains, make, compile_model)
+def test_trains_as_one_process(make: Callable[[], nn.Module]) -> None:
+    run_ranks(_trains, make)
 
 
 def _first_calls() -> None:
     for context in (torch.no_grad(), torch.inference_mode()):
-        for compile_model in (one_line, in_place):
-            pair = pair_of()
-            pair.call = compile_model(pair.model.eval())
-            x = torch.randn(2, 6, generator=torch.Generator().manual_seed(9))
-            with context:
-                torch.testing.assert_close(pair.call(x), pair.reference(x))
-            pair.model.train()
-            pair.train()
+        pair = pair_of()
+        pair.call = one_line(pair.model.eval())
+        x = torch.randn(2, 6, generator=torch.Generator().manual_seed(9))
+        with context:
+            torch.testing.assert_close(pair.call(x), pair.reference(x))
+        pair.model.train()
+        pair.train()
     # Twice before backward.
     pair = pair_of()
     compiled, forward = one_line(pair.model), pair.reference.forward
@@ -111,16 +114,15 @@ def test_first_called_in_an_evaluation_or_twice() -> None:
 
 
 def _accumulates() -> None:
-    for compile_model in (one_line, in_place):
-        pair = pair_of()
-        pair.call = compile_model(pair.model)
-        for _ in range(2):
-            with no_sync(pair.model):
-                pair.backward()
-            assert all(p.grad is None for p in pair.model.parameters())
+    pair = pair_of()
+    pair.call = one_line(pair.model)
+    for _ in range(2):
+        with no_sync(pair.model):
             pair.backward()
-            pair.update()
-            pair.compare()
+        assert all(p.grad is None for p in pair.model.parameters())
+        pair.backward()
+        pair.update()
+        pair.compare()
 
 
 def test_first_called_under_no_sync() -> None:
@@ -129,23 +131,22 @@ def test_first_called_under_no_sync() -> None:
 
 def _casts() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
-    for compile_model in (one_line, in_place):
-        torch.manual_seed(0)
-        model = Model()
-        same = copy.deepcopy(model)
-        torch_fully_shard(same, mp_policy=policy)
-        call = compile_model(model, mp_policy=policy)
-        x = torch.randn(2, 6)
-        for _ in range(2):
-            mine, theirs = call(x), same(x)
-            assert mine.dtype == theirs.dtype == torch.float32
-            torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2)
-            mine.sum().backward()
-            theirs.sum().backward()
-        mine, theirs = model.head.weight.grad, same.head.weight.grad
-        assert isinstance(mine, DTensor)
-        assert isinstance(theirs, DTensor)
-        torch.testing.assert_close(mine.full_tensor(), theirs.full_tensor(), rtol=5e-2, atol=5e-2)
+    torch.manual_seed(0)
+    model = Model()
+    same = copy.deepcopy(model)
+    torch_fully_shard(same, mp_policy=policy)
+    call = one_line(model, mp_policy=policy)
+    x = torch.randn(2, 6)
+    for _ in range(2):
+        mine, theirs = call(x), same(x)
+        assert mine.dtype == theirs.dtype == torch.float32
+        torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2)
+        mine.sum().backward()
+        theirs.sum().backward()
+    mine, theirs = model.head.weight.grad, same.head.weight.grad
+    assert isinstance(mine, DTensor)
+    assert isinstance(theirs, DTensor)
+    torch.testing.assert_close(mine.full_tensor(), theirs.full_tensor(), rtol=5e-2, atol=5e-2)
 
 
 def test_the_first_call_is_cast_as_later_ones() -> None:
@@ -175,7 +176,7 @@ def _refused_in_functions() -> None:
     x = torch.randn(2, 6)
 
     plain = Model()
-    with pytest.raises(BackendCompilerFailed, match=r"(?s)trains a plain model.*call fully_shard\(model\) first"):
+    with pytest.raises(BackendCompilerFailed, match=r"(?s)trains a plain model.*torch\.compile\(model"):
         one_line(lambda x: plain(x).sum())(x)
     with torch.no_grad():  # each rank computes with its whole copy, and nothing is trained
         torch.testing.assert_close(one_line(lambda x: plain(x).sum())(x), plain(x).sum())
@@ -213,13 +214,9 @@ def test_a_compiled_function_that_trains_a_plain_model_is_refused_by_name() -> N
 def _refused() -> None:
     x = torch.randn(2, 6)
 
-    part = Model()
-    in_place(part.blocks[0])
-    with pytest.raises(ConfigError, match=r"(?s)only a part of a model is compiled, Block.*Model, parameter first"):
-        part(x)
     wrapped = Model()
     wrapped.blocks[0] = one_line(wrapped.blocks[0])
-    with pytest.raises(ConfigError, match="only a part of a model is compiled"):
+    with pytest.raises(ConfigError, match=r"(?s)only a part of a model is compiled, Block.*Model, parameter first"):
         wrapped(x)
 
     compiled = one_line(Model())
@@ -229,8 +226,7 @@ def _refused() -> None:
         with pytest.raises(ConfigError, match="DistributedDataParallel averages gradients"):
             one_line(outside)(x)
     around = DistributedDataParallel(Model())
-    for module in around.module.children():
-        in_place(module)
+    in_place(around.module)
     with pytest.raises(ConfigError, match="DistributedDataParallel averages gradients"):
         around(x)
 
@@ -244,9 +240,11 @@ def _refused() -> None:
     with pytest.raises(ConfigError, match="a gradient from before"):
         one_line(graded)(x)
     graded.zero_grad()
-    graded.head.bias.register_hook(lambda grad: grad)
-    with pytest.raises(ConfigError, match="hooks on its gradient"):
+    graded.head.bias.register_hook(_masked)
+    with pytest.raises(ConfigError, match="hooks on its gradient") as caught:
         one_line(graded)(x)
+    assert re.fullmatch(r"head\.bias, hook _masked \(.*test_plain\.py:\d+\)", caught.value.where or "")
+    assert "distribute_tensor(mask, g.device_mesh, g.placements)" in (caught.value.instead or "")
 
     nothing = nn.Sequential(nn.Tanh())
     torch.testing.assert_close(one_line(nothing)(x), torch.tanh(x))
@@ -257,12 +255,6 @@ def test_what_no_rank_would_average_is_refused_by_name() -> None:
 
 
 def _parts() -> None:
-    # All parts compiled, each by itself.
-    pair = pair_of()
-    for name in ("first", "blocks.0", "blocks.1", "head"):
-        in_place(pair.model.get_submodule(name))
-    pair.train()
-
     # A part that is called first, of a model that is compiled, too.
     pair = pair_of()
     block, pair.call = one_line(pair.model.get_submodule("blocks.0")), one_line(pair.model)
@@ -309,10 +301,9 @@ def _in_functions() -> None:
             out: torch.Tensor = self.model(x)
             return out
 
-    for compile_model in (one_line, in_place):
-        pair = pair_of()
-        pair.call = one_line(Trainer(compile_model(pair.model)).run)
-        pair.train()
+    pair = pair_of()
+    pair.call = one_line(Trainer(one_line(pair.model)).run)
+    pair.train()
 
 
 def test_a_compiled_model_in_compiled_functions() -> None:
@@ -321,19 +312,19 @@ def test_a_compiled_model_in_compiled_functions() -> None:
 
 def _copies() -> None:
     x = torch.randn(2, 6)
-    model = in_place(Model())
-    copied = copy.deepcopy(model)
+    model = Model()
+    compiled = one_line(model)
+    other = copy.deepcopy(compiled)
+    torch.testing.assert_close(other(x), compiled(x))
+    assert all(isinstance(p, DTensor) for each in (model, other) for p in each.parameters())
+    plain = Model()
+    one_line(plain)
     stored = io.BytesIO()
-    torch.save(model, stored)
+    torch.save(plain, stored)
     stored.seek(0)
-    loaded = torch.load(stored, weights_only=False)
-    for each in (copied, loaded):
-        torch.testing.assert_close(each(x), model(x))
-        assert not any(isinstance(p, DTensor) for p in each.parameters())  # as of torch.compile: a plain model
-    assert all(isinstance(p, DTensor) for p in model.parameters())
-    compiled = copy.deepcopy(one_line(Model()))
-    compiled(x)
-    assert all(isinstance(p, DTensor) for p in compiled.parameters())
+    for each in (copy.deepcopy(plain), torch.load(stored, weights_only=False)):
+        torch.testing.assert_close(each(x), plain(x))
+        assert not any(isinstance(p, DTensor) for p in each.parameters())  # only what is compiled is sharded
 
 
 def test_copies_of_compiled_models() -> None:

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 
 from fsdp_compile.fsdp2.take_over import model_of
 from tests import long
-from tests.fsdp2.mlp import only_hooks, pair_of
+from tests.fsdp2.mlp import batch, only_hooks, pair_of
 from tests.ranks import run_ranks
 
 
@@ -95,3 +95,17 @@ def _unsharded_in_backward() -> None:
 
 def test_no_gather_in_backward() -> None:
     run_ranks(_unsharded_in_backward)
+
+
+if hasattr(FSDPModule, "reset_iter_state"):  # since torch 2.12
+
+    def _reset() -> None:
+        pair = pair_of()
+        pair.model.set_requires_gradient_sync(False)
+        pair.call(batch(7)).sum().backward()
+        pair.model.reset_iter_state()
+        pair.model.set_requires_gradient_sync(True)
+        pair.train()
+
+    def test_a_reset_drops_what_waits() -> None:
+        run_ranks(_reset)

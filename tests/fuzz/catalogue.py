@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 from tests.fuzz.row import (
+    BLOCK,
     CALL,
     FUNCTION,
     LINEAR,
@@ -37,22 +38,25 @@ ROWS: Final = (
     ),
     Row(
         "blocks of a plain model compiled one by one",
-        "self.m = nn.Linear(6, 6)\nself.n = nn.Linear(6, 6)",
+        "self.m = Block()\nself.n = Block()",
         "return self.head(self.n(self.m(x)))",
+        before=BLOCK,
         compiled="for block in (model.m, model.n):\n    block.compile(**BACKEND)\n"
         "return lambda x, ids: loss(model(x, ids))",
     ),
     Row(
         "all parts of a plain model compiled one by one, in place",
-        "self.m = nn.Linear(6, 6)\nself.n = nn.Linear(6, 6)",
+        "self.m = Block()\nself.n = Block()",
         "return self.head(self.n(self.m(x)))",
+        before=BLOCK,
         compiled="for part in model.children():\n    part.compile(**BACKEND)\n"
         "return lambda x, ids: loss(model(x, ids))",
     ),
     Row(
-        "a module of torch's own, compiled in place and called alone",
+        "a module of torch's own, sharded, compiled in place and called alone",
         "self.m = nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, batch_first=True)",
         "return self.head(self.m(x.unsqueeze(1)).squeeze(1))",
+        shard="fully_shard(model.m)\nfully_shard(model.head)",
         compiled="for part in (model.m, model.head):\n    part.compile(**BACKEND)\n"
         "return lambda x, ids: loss(model.head(model.m(x.unsqueeze(1)).squeeze(1)))",
     ),

@@ -83,7 +83,7 @@ def _possible_layer(layer: Layer) -> Layer:
 
 def _possible(script: Script) -> Script:
     """Without what has no meaning together."""
-    if script.shard is Shard.NOTHING and (script.form is Form.NOTHING or script.half):
+    if script.shard is Shard.NOTHING and (script.form in (Form.NOTHING, Form.METHOD) or script.half):
         # The first call of a plain model has begun before it is sharded, so its inputs cannot be cast.
         return dataclasses.replace(script, shard=Shard.MODEL)
     if script.shard is Shard.NOTHING and script.accumulation in (Accumulation.SET_SYNC, Accumulation.KEPT):

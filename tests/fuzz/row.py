@@ -23,6 +23,10 @@ MODULE: Final = "module = torch.compile(model, **BACKEND)\nreturn lambda x, ids:
 METHOD: Final = "model.compile(**BACKEND)\nreturn lambda x, ids: loss(model(x, ids))"
 FUNCTION: Final = "return torch.compile(lambda x, ids: loss(model(x, ids)), **BACKEND)"
 LINEAR: Final = "self.m = nn.Linear(6, 6)"
+BLOCK: Final = (
+    "class Block(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+    "        self.inner = nn.Linear(6, 6)\n\n    def forward(self, x):\n        return self.inner(x)"
+)
 WEIGHT: Final = "self.w = nn.Parameter(torch.eye(6) + 0.1 * torch.randn(6, 6))"
 CALL: Final = "return self.head(self.m(x))"
 UNCOMPILED: Final = "return lambda x, ids: loss(model(x, ids))"

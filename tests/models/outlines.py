@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from fsdp_compile._torch.fully_shard import has_group_lists
 from tests.models.layers import Residual
 
 WIDTH = 16
@@ -47,7 +48,8 @@ class Odd(nn.Module):
         self.one = nn.Parameter(torch.full((1,), 0.25))
         self.empty = nn.Parameter(torch.empty(0, 4))
         self.frozen = nn.Parameter(torch.randn(3, 5), requires_grad=False)
-        self.wide = nn.Parameter(torch.randn(5, dtype=torch.float64))
+        # Up to torch 2.11 a unit of FSDP2 has one dtype in its trainable parameters.
+        self.wide = nn.Parameter(torch.randn(5, dtype=torch.float64 if has_group_lists() else torch.float32))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.few(torch.tanh(self.uneven(x))) * self.scale + self.one + self.empty.sum()

@@ -273,17 +273,24 @@ def test_optimizers_that_look_at_whole_parameters_are_refused() -> None:
         flat_step(torch.optim.Adafactor([nn.Parameter(torch.ones(2, 2))]))
 
 
-def _check_training(shape: tuple[int, ...]) -> None:
-    """With and without `flat_step` FSDP2 trains to the same bits."""
-    ends = []
+def _check_training(shape: tuple[int, ...], *, compiled: bool) -> None:
+    """With and without `flat_step` the same bits; compiled, what lies in one flat buffer is updated as one tensor."""
+    ends, counts = [], set[int]()
     for change in (flat_step, lambda optimizer: optimizer):
         model = sharded(shape=shape)
-        train(model, change(torch.optim.AdamW(model.parameters(), lr=0.1)), steps=3)
+        optimizer = change(torch.optim.AdamW(model.parameters(), lr=0.1))
+        if change is flat_step:
+            optimizer.register_step_pre_hook(lambda o, *_: counts.add(len(o.param_groups[0]["params"])))
+        called: Any = torch.compile(model, backend="fsdp", options={"lower": "eager"}) if compiled else model
+        train(called, optimizer, steps=3)
         ends.append({name: whole(p) for name, p in model.named_parameters()})
     for name, value in ends[0].items():
         assert torch.equal(value, ends[1][name]), name
+    if compiled:
+        assert counts == {2 + 1 + 1}, "two blocks, the root's unit, and a number that is not sharded"
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("shape", [(2,), (2, 2)])
-def test_training_of_fsdp2_has_the_same_bits(shape: tuple[int, ...]) -> None:
-    run_ranks(_check_training, shape, world_size=torch.Size(shape).numel())
+def test_training_of_fsdp2_has_the_same_bits(shape: tuple[int, ...], *, compiled: bool) -> None:
+    run_ranks(_check_training, shape, compiled=compiled, world_size=torch.Size(shape).numel())

@@ -13,8 +13,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile.errors import ConfigError
+from fsdp_compile.errors import ConfigError, RankMismatchError
 from fsdp_compile.state.full_params import full_params
+from fsdp_compile.state.full_tensors import full_tensors
 from tests.fsdp2.models import batch, made, sharded
 from tests.ranks import run_ranks
 from tests.two_sides import whole
@@ -147,6 +148,34 @@ def _check_tied_places() -> None:
 
 def test_a_change_at_any_place_of_a_tied_parameter_counts_or_is_refused_on_all_ranks() -> None:
     run_ranks(_check_tied_places, timeout_s=60)
+
+
+def _check_replaced_outside(where: str) -> None:
+    """By ranks in different modules, or by one alone: they would gather different parameters together."""
+    for ranks in ((0, 1), (0,)):
+        model = sharded()
+        rank = dist.get_rank()
+        if rank in ranks:
+            model.blocks[rank].up.weight = nn.Parameter(torch.ones(9, 9))
+        with pytest.raises(RankMismatchError, match="different parameters in a sharded model") as caught:  # noqa: PT012
+            if where == "full_params":
+                with full_params(model):
+                    pass
+            else:
+                next(full_tensors(model))
+        if rank:
+            assert "blocks.0.up.weight is a DTensor" in str(caught.value)
+            assert "on the first rank a Parameter (9, 9) of torch.float32" in str(caught.value)
+    model = sharded()
+    model.blocks[0].up.weight = nn.Parameter(torch.ones(9, 9))  # on all ranks: it is left as it is
+    with full_params(model):
+        assert model.blocks[0].up.weight.shape == (9, 9)
+        assert type(model.blocks[1].up.weight) is nn.Parameter
+
+
+@pytest.mark.parametrize("where", ["full_params", "full_tensors"])
+def test_what_ranks_have_replaced_otherwise_is_refused_on_all_of_them(where: str) -> None:
+    run_ranks(_check_replaced_outside, where, timeout_s=60)
 
 
 def _check_attributes_and_own_part() -> None:

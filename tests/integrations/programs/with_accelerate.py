@@ -1,9 +1,12 @@
-"""A loop with accelerate: accumulation, clipping, mixed precision; by DDP, or sharded by this package."""
+"""A loop with accelerate: accumulation, clipping, mixed precision, saving; by DDP, or sharded by this package."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from accelerate import Accelerator
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
@@ -38,6 +41,12 @@ def main(how: str, mixed_precision: str) -> None:
             optimizer.zero_grad()
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     full = get_model_state_dict(accelerator.unwrap_model(model), options=options)
+    with fsdp_compile.full_params(accelerator.unwrap_model(model), writeback=False):
+        accelerator.save_model(model, how)
+    if accelerator.is_main_process:
+        saved = load_file(Path(how) / "model.safetensors")
+        assert saved.keys() == full.keys()
+        assert all(torch.equal(saved[name], torch.as_tensor(value)) for name, value in full.items())
     report([*found, {name: torch.as_tensor(value).norm().item() for name, value in full.items()}])
 
 

@@ -93,6 +93,16 @@ class _GatheredWeight(_NormOfWeight):
         return (torch.tanh(self.first(x)) @ weight.t(),)
 
 
+class _Together(_SideOutput):
+    """Its collectives are one, whose messages torch 2.15 waits for together."""
+
+    def centered(self, h: torch.Tensor) -> torch.Tensor:
+        mean, largest = h.mean(0), h.detach().abs().amax(0)
+        if not self.alone:
+            mean, largest = (each / 2 for each in funcol.all_reduce_coalesced([mean, largest], "sum", dist.group.WORLD))
+        return (h - mean) * (1 + largest)
+
+
 class _Saved:
     """Counts what is saved for backward in the shape of a weight."""
 
@@ -136,7 +146,7 @@ def _of_all(kinds: Sequence[type[_Own]]) -> list[list[str]]:
 
 
 def test_collectives_of_this_package_keep_their_order_around_the_programs() -> None:
-    assert run_ranks(_of_all, (_SideOutput, _Probe), world_size=2) == [[[], []]] * 2
+    assert run_ranks(_of_all, (_SideOutput, _Probe, _Together), world_size=2) == [[[]] * 3] * 2
 
 
 def test_a_collective_of_a_weight_alone_runs_once_and_what_follows_from_it_is_not_saved() -> None:
