@@ -151,7 +151,7 @@ def _before_compile(frame: FrameToCompile) -> None:
     for module in plain.modules_of(frame):
         for model in take_over_all(module):
             for group in model.groups:
-                group.refuse_moved_away()
+                group.refuse_parametrized()
         if module is frame.starts or isinstance(module, nn.RNNBase):  # Dynamo leaves calls of the latter to Python
             unaveraged.refuse_plain_forward(module)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 TorchParam = Any
 """A `FSDPParam` of torch."""
@@ -125,10 +126,9 @@ def are_registered(params: Sequence[TorchParam]) -> bool:
     return True
 
 
-def is_moved_away(param: TorchParam) -> bool:
-    """Whether a module lacks the attribute that a parameter was when it was sharded."""
-    # What a forward puts in the place of a parameter for a time is among the module's own attributes.
-    return any(name not in module._parameters and name not in vars(module) for module, name in refs_of(param))
+def is_parametrized(param: TorchParam) -> bool:
+    """Whether a module computes a parameter from others now, which it did not when it was sharded."""
+    return any(parametrize.is_parametrized(module, name) for module, name in refs_of(param))
 
 
 def take_unreduced_grad(param: TorchParam) -> torch.Tensor | None:

@@ -134,10 +134,10 @@ def refresh_reads(group: ParamGroup) -> None:
                 module.__dict__.pop(ARGUMENTS, None)
 
 
-def moved_away(where: str) -> UnsupportedModelError:
+def parametrized_late(where: str) -> UnsupportedModelError:
     """The error for a parameter that was sharded, and then computed from others."""
     return UnsupportedModelError(
-        "a sharded parameter was removed from its module, as parametrizations do",
+        "a sharded parameter was parametrized",
         where=where,
         instead="torch.nn.utils.parametrize and torch.nn.utils.parametrizations before fully_shard() or the first "
         "compiled call",
@@ -147,7 +147,7 @@ def moved_away(where: str) -> UnsupportedModelError:
 def _make(base: type, reads: Sequence[ParamRead], originals: Sequence[str]) -> type:
     for read in reads:
         if isinstance(getattr(base, read.name, None), property):  # since FSDP2's initialization
-            raise moved_away(f"{base.__qualname__}.{read.name}")
+            raise parametrized_late(f"{base.__qualname__}.{read.name}")
     members: dict[str, Any] = {
         **{read.name: _property(read) for read in reads},
         **{name: _original_in_eval(name) for name in originals},

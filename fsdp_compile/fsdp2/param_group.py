@@ -27,7 +27,7 @@ from fsdp_compile.comm.dtensor_layouts import DTensorLayout
 from fsdp_compile.comm.groups import alias_of
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.fsdp2 import edge
-from fsdp_compile.fsdp2.module_class import moved_away
+from fsdp_compile.fsdp2.module_class import parametrized_late
 from fsdp_compile.fsdp2.pending import PendingGrads
 from fsdp_compile.fsdp2.updates import Updates
 from fsdp_compile.layout.flat_layout import ParameterShape, is_large, plan_layout
@@ -333,11 +333,11 @@ class ParamGroup:
         """Whether modules have the sharded parameters, as between forwards."""
         return torch_params.are_registered(self._members)
 
-    def refuse_moved_away(self) -> None:
-        """Raises `UnsupportedModelError` if a module has lost a parameter, as parametrizations make it."""
+    def refuse_parametrized(self) -> None:
+        """Raises `UnsupportedModelError` if a parameter was parametrized since it was sharded."""
         for param in self.params:
-            if torch_params.is_moved_away(param.of_torch):
-                raise moved_away(param.name)
+            if torch_params.is_parametrized(param.of_torch):
+                raise parametrized_late(param.name)
 
     def follow_parameters(self) -> bool:
         """Follows parameters that were replaced, frozen or thawed; returns whether the edge is another one.

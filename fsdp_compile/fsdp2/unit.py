@@ -299,7 +299,7 @@ class Unit:
         """What is registered for parameters of the unit in the place of what FSDP2 registers."""
         unregistered = [group for group in self.groups if not group.is_registered]
         for group in unregistered:
-            group.refuse_moved_away()
+            group.refuse_parametrized()
         return [
             (module, name, value)
             for group in unregistered

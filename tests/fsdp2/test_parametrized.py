@@ -74,24 +74,10 @@ def _parametrized_after_sharding(how: str) -> None:
     parametrize.register_parametrization(model.layer, "weight", _Doubled())
     call = model if how == "uncompiled" else compiled
     for _ in range(2):
-        with pytest.raises(UnsupportedModelError, match=r"as parametrizations do\n  where: (layer|Param.*)\.weight"):
+        with pytest.raises(UnsupportedModelError, match=r"parametrized\n  where: (layer|Param.*)\.weight"):
             call(x)
 
 
 @pytest.mark.parametrize("how", ["compiled", "function", "uncompiled", "before the first call"])
 def test_a_parametrization_of_a_sharded_parameter_is_refused_by_name(how: str) -> None:
     run_ranks(_parametrized_after_sharding, how, timeout_s=60)
-
-
-def _removed() -> None:
-    model = fully_shard(_Model())
-    compiled = compile_eagerly(model)
-    compiled(torch.ones(2, 6)).sum().backward()
-    del model.layer.weight
-    assert not hasattr(model.layer, "weight")
-    with pytest.raises(UnsupportedModelError, match=r"was removed from its module(.|\n)*where: layer\.weight"):
-        compiled(torch.ones(2, 6))
-
-
-def test_a_sharded_parameter_that_was_removed_is_named() -> None:
-    run_ranks(_removed, timeout_s=60)
