@@ -81,23 +81,23 @@ ROWS: Mapping[str, Mapping[str, str]] = {
     },
 }
 SWITCHES = """
-    _fuse_ddp_communication _micro_pipeline_tp allow_comms_decompositions bucket_all_gathers_fx bucket_all_reduces_fx
-    bucket_reduce_scatters_fx collective_bucketing enable_low_contention_collectives enable_overlap_scheduling
-    enable_simple_overlap insert_overlap_deps low_contention_all_gather_ce_multicast reorder_for_compute_comm_overlap
-    reorder_for_locality reorder_for_locality_in_training reorder_for_peak_memory
+    _fuse_ddp_communication _micro_pipeline_tp allow_comms_decompositions auto_select bucket_all_gathers_fx
+    bucket_all_reduces_fx bucket_reduce_scatters_fx collective_bucketing enable_low_contention_collectives
+    enable_overlap_scheduling enable_simple_overlap insert_overlap_deps low_contention_all_gather_ce_multicast
+    reorder_for_compute_comm_overlap reorder_for_locality reorder_for_locality_in_training reorder_for_peak_memory
 """
 """Settings by which Inductor moves, joins or replaces collectives: off in compiles of this package."""
 AMOUNTS = """
     _fuse_ddp_bucket_size _fuse_ddp_communication_passes bucket_all_gathers_bucket_mode
-    bucket_all_gathers_fx_bucket_size_determinator bucket_all_reduces_fx_bucket_size_determinator bucket_exposed_first
-    bucket_mode bucket_only_internode_comms bucket_reduce_scatters_bucket_mode
+    bucket_all_gathers_fx_bucket_size_determinator bucket_all_reduces_fx_bucket_size_determinator
+    bucket_exposed_first bucket_mode bucket_only_internode_comms bucket_reduce_scatters_bucket_mode
     bucket_reduce_scatters_fx_bucket_size_determinator collective_benchmark_nruns collective_benchmark_timeout
     collective_estimator compute_estimator compute_overlap_multipler custom_runtime_estimation enable_fusion_regions
     log_final_collectives_estimations low_contention_min_bytes_per_rank low_contention_skip_overlap_check
     max_coll_distance max_compute_pre_fetch max_in_flight_gb max_memory_increase_gb max_memory_increase_ratio
-    min_overlap_ratio overlap_scheduling_autofix_cycles pre_bucketing_fsdp_collectives
-    pre_bucketing_fsdp_collectives_bucket_cap_mb pre_bucketing_fsdp_collectives_max_bucket_cap_mb
-    pre_bucketing_fsdp_collectives_min_bucket_cap_mb
+    min_overlap_ratio one_shot_all_reduce_threshold_bytes overlap_scheduling_autofix_cycles
+    pre_bucketing_fsdp_collectives pre_bucketing_fsdp_collectives_bucket_cap_mb
+    pre_bucketing_fsdp_collectives_max_bucket_cap_mb pre_bucketing_fsdp_collectives_min_bucket_cap_mb
     pre_bucketing_fsdp_collectives_saturation_calibration_multiplier pre_bucketing_fsdp_collectives_verbose
     prioritize_bucketing_during_scheduling profile_guided_estimations_profile_path
     reorder_for_compute_comm_overlap_passes reorder_for_peak_memory_debug reorder_prefetch_limit spmd_check
@@ -126,10 +126,12 @@ def test_rows_name_tests_or_reasons() -> None:
 
 def _settings() -> dict[str, object]:
     """By name, with the name by which compiles change it: those of the scheduler and of collectives."""
-    own = config.aten_distributed_optimizations
     about = re.compile(r"_?(\w+_)?(overlap|comm|communication|bucket|collective|reorder|pipeline)(_\w+)?$")
-    found = {name: (name, getattr(config, name)) for name in dir(config) if about.match(name)}
-    return found | {n: (f"aten_distributed_optimizations.{n}", v) for n, v in vars(own).items() if n[0] != "_"}
+    found = {name: (name, value) for name, value in inspect.getmembers(config) if about.match(name)}
+    for owner in (found.pop("_collective")[1], config.aten_distributed_optimizations):
+        own = {name: value for name, value in vars(owner).items() if name[0] != "_"}
+        found |= {name: (f"{owner.__name__}.{name}", value) for name, value in own.items()}
+    return found
 
 
 def test_inductor_moves_no_collective() -> None:

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 import fsdp_compile
 from fsdp_compile.fsdp2.take_over import model_of
 from tests import long
-from tests.fsdp2.mlp import WIDTH, compiled, only_hooks, train, unequal
+from tests.fsdp2.mlp import WIDTH, batch, compiled, local, only_hooks, train, unequal
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.core
@@ -99,6 +99,7 @@ def _differences(name: str, mesh: tuple[int, ...]) -> list[list[int]]:
         (2, fsdp_compile.fully_shard, compiled),
         (2, fully_shard, _alternately),
     ):
+        torch._dynamo.reset()
         plain, model = _sharded(fully_shard, mesh, mp_policy=policy), _sharded(shard, mesh, mp_policy=policy)
         steps = 4 if call is _alternately else 2
         before: Any = _no_sync if micro_batches > 1 else None
@@ -141,23 +142,27 @@ def test_what_is_sent() -> None:
 
 if HAS_OVERRIDES:
 
-    def _own_dtypes(number: int) -> tuple[list[int], set[torch.dtype], list[bool]]:
+    def _own_dtypes(name: str) -> tuple[list[int], set[torch.dtype], list[bool]]:
         def prepare(model: Any) -> None:
             model.layers[0].linear.weight.grad_dtype = BF16
 
-        policy = list(POLICIES.values())[number]
-        plain, model = (_sharded(fully_shard, (2,), prepare, mp_policy=policy) for _ in range(2))
-        expected = train(plain, plain, micro_batches=2, before=_no_sync)
-        found = unequal(expected, train(model, compiled(model), micro_batches=2, before=_no_sync))
-        compiled(model)(torch.ones(1, WIDTH)).sum().backward()
+        policy = POLICIES[name]
+        ends = []
+        for is_compiled in (False, True):
+            model = _sharded(fully_shard, (2,), prepare, mp_policy=policy)
+            call = compiled(model) if is_compiled else model
+            for number in range(2):
+                _no_sync(model, number)
+                call(batch(number)).square().sum().backward()
+            ends.append([local(p.grad) for p in model.parameters()])
         dtypes = {model.layers[i].linear.weight.grad.dtype for i in range(2)}
-        return found, dtypes, [bool(why) for why in only_hooks(model)]
+        return unequal(*ends), dtypes, [bool(why) for why in only_hooks(model)]
 
-    @pytest.mark.parametrize("number", [0, 1])
-    def test_gradients_of_a_dtype_of_their_own(number: int) -> None:
+    @pytest.mark.parametrize("name", ["none", "bf16"])
+    def test_gradients_of_a_dtype_of_their_own(name: str) -> None:
         """FSDP2's hooks gather a unit with such a parameter, and graphs the others."""
         expected = ([], {BF16, torch.float32}, [False, True, False])
-        assert run_ranks(_own_dtypes, number) == [expected] * 2
+        assert run_ranks(_own_dtypes, name) == [expected] * 2
 
 
 if hasattr(FSDPModule, "finalize_backward"):
@@ -188,10 +193,9 @@ if hasattr(FSDPModule, "finalize_backward"):
             model.set_requires_gradient_sync(False)
             for step in range(2):
                 for number in range(2):
-                    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(2 * step + number))
-                    call(x).square().sum().backward()
+                    call(batch(2 * step + number)).square().sum().backward()
                 caller.end(async_op=async_op)
-                seen += [None if p.grad is None else p.grad.to_local() for p in model.parameters()]
+                seen += [local(p.grad) for p in model.parameters()]
                 model.zero_grad()
             ends.append(seen)
         assert any(grad is not None for grad in ends[0])
