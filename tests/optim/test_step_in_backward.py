@@ -446,21 +446,25 @@ def test_inductor_keeps_updates_in_their_place() -> None:
         torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-3)
 
 
+def _joined_or_not() -> bool:
+    ends = []
+    for bucket_mb in (0, 1):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+        for layer in model:
+            fully_shard(layer)
+            layer.set_gradient_divide_factor(3.0)
+        fully_shard(model)
+        step_in_backward(optim.SGD(model.parameters(), lr=0.1))
+        options: dict[str, Any] = {"lower": "eager", "bucket_mb": bucket_mb}
+        loss_of(torch.compile(model, backend="fsdp", options=options)(_input())).backward()
+        ends.append(_values(model))
+        torch._dynamo.reset()
+    return _equal(*ends)
+
+
 def test_joined_units_that_divide_by_a_number_of_their_own_are_updated() -> None:
-    with fake_world(2):
-        ends = []
-        for bucket_mb in (0, 1):
-            torch.manual_seed(0)
-            model: Any = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
-            for layer in model:
-                fully_shard(layer)
-            fully_shard(model).set_gradient_divide_factor(3.0)
-            step_in_backward(optim.SGD(model.parameters(), lr=0.1))
-            options: dict[str, Any] = {"lower": "eager", "bucket_mb": bucket_mb}
-            loss_of(torch.compile(model, backend="fsdp", options=options)(_input())).backward()
-            ends.append(_values(model))
-            torch._dynamo.reset()
-        assert _equal(*ends)
+    assert run_ranks(_joined_or_not) == [True, True]
 
 
 @pytest.mark.usefixtures("one_rank")
