@@ -31,6 +31,9 @@ def containers_of_torch() -> None:
         compile_in_place(pair.model)
         with forward_graphs() as graphs, gathered_by_hooks() as hooked:
             pair.train(pair.model if in_place else compile_eagerly(pair.model))
+        if in_place and torch.__version__.startswith("2.11"):  # which starts no graph there: FSDP2 has run it
+            assert not graphs
+            continue
         assert graphs
         assert not [title for title in hooked if title], (in_place, hooked)
 
