@@ -156,7 +156,6 @@ def _before_compile(frame: FrameToCompile) -> None:
             unaveraged.refuse_plain_forward(module)
 
 
-plain.refuse_first_in_place()  # before anything is changed: another compile may import this module again
 double_recompile_limit()
 note_backend(fsdp)
 plain.watch(fsdp)

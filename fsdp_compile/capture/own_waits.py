@@ -8,6 +8,8 @@ Torch traces them so since 2.15. Whatever orders or checks collectives knows one
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import fx
 
 from fsdp_compile._torch.distributed import collectives
@@ -26,4 +28,4 @@ def wait_one_by_one(graph: fx.Graph) -> None:
         graph.erase_node(wait)
 
 
-_WAIT_FOR_ALL = getattr(getattr(collectives, "wait_tensors", None), "default", object())
+_WAIT_FOR_ALL: Any = getattr(getattr(collectives, "wait_tensors", None), "default", object())

@@ -27,7 +27,6 @@ from fsdp_compile._torch.dynamo import (
     OptimizedModule,
     after_each_compile_of_a_module,
     call_of,
-    calls_under_way,
     is_of_torch,
     skip_code,
 )
@@ -37,7 +36,6 @@ from fsdp_compile.capture.unaveraged import (
     places_of,
     refuse,
     refuse_meta,
-    refuse_plain_forward,
     refuse_plain_rest_of_optimizer,
     refuse_wrapper_around,
     sharded,
@@ -88,16 +86,6 @@ def _begin(compiled: OptimizedModule) -> None:
 
 
 skip_code(_shard_first.__code__)
-
-
-def refuse_first_in_place() -> None:
-    """Refuses a module of a class of torch that is plain and compiled in place, if that imports this package.
-
-    Dynamo starts no graph in its forward, so the backend would not hear of it.
-    """
-    for call in calls_under_way(nn.Module.compile.__code__):
-        if is_of_torch(call["self"]):
-            refuse_plain_forward(call["self"])
 
 
 def shard_now(module: nn.Module) -> bool:

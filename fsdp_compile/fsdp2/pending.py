@@ -88,7 +88,9 @@ class PendingGrads:
         """The leaf to which graphs send gradients that they do not reduce; it takes the memory of one element."""
         if placement not in self.leaves:
             with torch.inference_mode(mode=False):
-                one = torch.zeros(1, dtype=self.dtype(), device=self.device())
+                spec = self.group.params[0].spec
+                dtype = spec.unrounded_dtype if placement is GradPlacement.UNREDUCED else spec.unreduced_dtype
+                one = torch.zeros(1, dtype=dtype, device=self.device())
                 leaf = one.expand(self.numel(placement)).requires_grad_()
             leaf.register_post_accumulate_grad_hook(_Collect(self.group, placement))
             keep_sizes_fixed(leaf)
@@ -111,11 +113,11 @@ class PendingGrads:
         self.placements.add(placement)
         known = self._sums.get(placement)
         if known is None:
-            self._sums[placement] = _Sum(grad, set(offsets))
+            self._sums[placement] = _Sum(grad.to(self.dtype()), set(offsets))
             self.group.unit.model.note_pending(self.group)
             fsdp2.note_unreduced(self.group.of_torch)
         else:
-            known.value = known.value + grad
+            known.value = (known.value + grad).to(self.dtype())
             known.offsets.update(offsets)
 
     def offsets(self, placement: GradPlacement) -> set[int]:

@@ -175,6 +175,11 @@ class UnshardSpec:
         return self.accumulate_dtype or self.reduce_dtype
 
     @property
+    def unrounded_dtype(self) -> torch.dtype:
+        """Dtype of gradients that are about to be added to those which wait: FSDP2 rounds the sum alone."""
+        return torch.promote_types(self.param_dtype, self.unreduced_dtype)
+
+    @property
     def is_contiguous(self) -> bool:
         """Whether the message is the unsharded parameter's own memory, so that reading it needs no copy."""
         return self.size == 1 or (self.dim == 0 and self.extent == self.shard_numel)

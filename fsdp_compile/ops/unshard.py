@@ -118,14 +118,14 @@ def reduced_gradient(
     Returns:
         This rank's part of the gradient at the parameter's place, zeros elsewhere: for `GradPlacement.REDUCED` a tensor
         like `flat`; for `GradPlacement.REDUCE_SCATTERED` `[numel]`, and for `GradPlacement.UNREDUCED` `[size * numel]`,
-        in the dtype of unreduced gradients.
+        in the dtypes of gradients that wait, and that are about to.
     """
     rows = gradient_rows(_EAGER, grad, read)
     if read.grad_placement is GradPlacement.UNREDUCED:
-        rows = rows.to(read.unreduced_dtype)
+        rows = rows.to(read.unrounded_dtype)
         return _placed(rows, rows.new_zeros((read.size, flat.numel())), read)
     if unsharded_accumulated_grad is not None:
-        rows = _slot(unsharded_accumulated_grad.view(read.size, -1), read) + rows.to(read.unreduced_dtype)
+        rows = _slot(unsharded_accumulated_grad.view(read.size, -1), read) + rows.to(read.unrounded_dtype)
     gradient = sum_over_shards(rows.reshape(-1).to(read.reduce_dtype), read)
     if read.grad_placement is GradPlacement.REDUCED:
         if partial_reduce_output is not None:
@@ -139,8 +139,9 @@ def _(flat: torch.Tensor, grad: torch.Tensor, spec: str, *_: torch.Tensor | None
     read = parse(spec)
     if read.grad_placement is GradPlacement.REDUCED:
         return torch.empty_like(flat)
-    numel = gradient_numel(flat.numel(), read)
-    return flat.new_empty(numel, dtype=read.unreduced_dtype, device=read.compute or flat.device)
+    numel, is_full = gradient_numel(flat.numel(), read), read.grad_placement is GradPlacement.UNREDUCED
+    dtype = read.unrounded_dtype if is_full else read.unreduced_dtype
+    return flat.new_empty(numel, dtype=dtype, device=read.compute or flat.device)
 
 
 def gradient_numel(numel: int, spec: UnshardSpec) -> int:

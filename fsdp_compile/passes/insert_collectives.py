@@ -202,10 +202,10 @@ def _insert_reduction(b: GraphBuilder, reduction: Reduction) -> fx.Node:
         gradient = b.call(aten.add.Tensor, gradient, other)
     rows = gradient_rows(b, gradient, spec)
     if spec.grad_placement is GradPlacement.UNREDUCED:
-        return cast(b, rows, spec.unreduced_dtype)
+        return cast(b, rows, spec.unrounded_dtype)
     held, partial = added_gradients(reduction.last_marker)
     if held is not None:
-        rows = _add_unreduced(b, held, cast(b, rows, spec.unreduced_dtype), spec)
+        rows = _add_unreduced(b, held, cast(b, rows, spec.unrounded_dtype), spec)
     rows = cast(b, rows, spec.reduce_dtype)
     message = scale_before(b, view(b, rows, [spec.size * spec.extent]), spec)
     return reduce_one(b, message, spec, partial)

@@ -199,7 +199,7 @@ def _before_the_last_backward() -> None:
     for is_last in (False, True):
         pair.change(lambda model: model.set_is_last_backward(is_last))  # noqa: B023  runs at once
         pair.backward()
-        compare_gradients(*pair, within=(0.0, CLOSE))
+        compare_gradients(pair.model, pair.reference, within=(0.0, CLOSE))
 
 
 def test_each_backward_hands_gradients_over_as_fsdp2_does() -> None:
