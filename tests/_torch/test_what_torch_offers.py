@@ -10,6 +10,7 @@ import inspect
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch._inductor import config
@@ -124,7 +125,7 @@ def test_rows_name_tests_or_reasons() -> None:
             assert re.search(rf"def {name}\b", (TESTS / file).read_text()), row
 
 
-def _settings() -> dict[str, object]:
+def _settings() -> dict[str, tuple[str, Any]]:
     """By name, with the name by which compiles change it: those of the scheduler and of collectives."""
     about = re.compile(r"_?(\w+_)?(overlap|comm|communication|bucket|collective|reorder|pipeline)(_\w+)?$")
     found = {name: (name, value) for name, value in inspect.getmembers(config) if about.match(name)}
@@ -135,7 +136,7 @@ def _settings() -> dict[str, object]:
 
 
 def test_inductor_moves_no_collective() -> None:
-    settings: dict[str, tuple[str, object]] = _settings()
+    settings = _settings()
     assert set(settings) - set(SWITCHES.split()) - set(AMOUNTS.split()) == set()
     on = {name for name in SWITCHES.split() if name in settings and settings[name][1] not in (False, None, "none")}
     assert {name for name in on if KEEP_OUR_ORDER.get(settings[name][0]) is not False} == set()
