@@ -19,13 +19,13 @@ def wait_one_by_one(graph: fx.Graph) -> None:
     """Rewrites the waits of a graph that AOTAutograd made."""
     for wait in graph.find_nodes(op="call_function", target=_WAIT_FOR_ALL):
         for item in list(wait.users):
-            message = wait.args[0][item.args[1]]
+            messages: Any = wait.args[0]
             with graph.inserting_before(wait):
-                one = graph.call_function(collectives.wait_tensor.default, (message,))
+                one = graph.call_function(collectives.wait_tensor.default, (messages[item.args[1]],))
             one.meta = dict(item.meta)
             item.replace_all_uses_with(one)
             graph.erase_node(item)
         graph.erase_node(wait)
 
 
-_WAIT_FOR_ALL: Any = getattr(getattr(collectives, "wait_tensors", None), "default", object())
+_WAIT_FOR_ALL: Any = getattr(getattr(collectives, "wait_tensors", None), "default", "no such operator")

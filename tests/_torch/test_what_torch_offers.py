@@ -125,12 +125,10 @@ def test_rows_name_tests_or_reasons() -> None:
             assert re.search(rf"def {name}\b", (TESTS / file).read_text()), row
 
 
-def _settings() -> dict[str, tuple[str, object]]:
+def _settings() -> dict[str, tuple[str, Any]]:
     """By name, with the name by which compiles change it: those of the scheduler and of collectives."""
     about = re.compile(r"_?(\w+_)?(overlap|comm|communication|bucket|collective|reorder|pipeline)(_\w+)?$")
-    found: dict[str, tuple[str, Any]] = {
-        name: (name, value) for name, value in inspect.getmembers(config) if about.match(name)
-    }
+    found = {name: (name, value) for name, value in inspect.getmembers(config) if about.match(name)}
     for owner in (found.pop("_collective")[1], config.aten_distributed_optimizations):
         own = {name: value for name, value in vars(owner).items() if name[0] != "_"}
         found |= {name: (f"{owner.__name__}.{name}", value) for name, value in own.items()}
