@@ -4,8 +4,8 @@
 
 The model: fusible operators (pointwise ones and reductions) between two that are not form one kernel. A value that
 is only used inside its own kernel is not written. One that is pointwise and written is computed where the first
-operator that does not fuse reads it, as late as that may be. Run operator by operator, every value is written, in its
-place.
+operator that does not fuse reads it, as late as that may be. A lookup is a call of its operator, see `looks_up`. Run
+operator by operator, every value is written, in its place.
 """
 
 from __future__ import annotations
@@ -99,7 +99,21 @@ def launches_nothing(node: fx.Node) -> bool:
 
 def is_fusible(node: fx.Node) -> bool:
     """Whether a compiler fuses a node with its fusible neighbours."""
-    return node.op == "call_function" and _is_fusible(node.target)
+    return node.op == "call_function" and _is_fusible(node.target) and not looks_up(node)
+
+
+def looks_up(node: fx.Node) -> bool:
+    """Whether a node takes rows out of an embedding's table that is in memory.
+
+    A kernel of each reader would take them out of the table by itself, which would be in memory, gathered, until the
+    last one has: much longer than the unit needs it, and as large as no activation.
+    """
+    if node.target is not aten.embedding.default:
+        return False
+    table = node.all_input_nodes[0]
+    while shares_memory(table):
+        table = table.all_input_nodes[0]
+    return WRITTEN in table.meta or not is_fusible(table)
 
 
 @functools.cache

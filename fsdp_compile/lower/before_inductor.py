@@ -11,6 +11,11 @@ as large as its table.
     planned    %sent = cast(%gradient), wait of another reduction, start of the reduction of %sent
     without    wait of another reduction, cast, start of the reduction, which is late
 
+`call_lookups`: Inductor takes rows out of a table in each kernel that reads them, the last of which may be far below.
+
+    planned    %x = embedding(%table, ...), reshard of %table, gathers, mm, %y = %x + %mm
+    without    gathers, mm, %y = %table[...] + %mm      the table is in memory meanwhile
+
 `open_dequantize`: as an operator, `dequantize` is several kernels, each of which writes its result to memory, in
 float32 four times of what was sent: 19 bytes of traffic per element, and 3 as one kernel.
 
@@ -27,7 +32,7 @@ import torch
 from torch import fx
 
 from fsdp_compile._torch.distributed import collectives
-from fsdp_compile.cost.fusion import WRITTEN, shares_memory
+from fsdp_compile.cost.fusion import WRITTEN, looks_up, shares_memory
 from fsdp_compile.ir.edit import GraphBuilder
 from fsdp_compile.ir.graph import Role, require, role_of
 from fsdp_compile.layout.messages import cast as cast_to
@@ -97,6 +102,12 @@ def _source(node: fx.Node) -> fx.Node:
 def _bytes(node: fx.Node) -> int:
     value: torch.Tensor = node.meta["val"]
     return value.numel() * value.element_size()
+
+
+def call_lookups(graph: fx.Graph) -> None:
+    """Lets lookups be calls of their operator, in their place, by Inductor's own mark."""
+    for node in filter(looks_up, graph.find_nodes(op="call_function", target=aten.embedding.default)):
+        node.meta["should_fallback"] = True
 
 
 def open_dequantize(graph: fx.Graph) -> None:

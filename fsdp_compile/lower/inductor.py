@@ -17,7 +17,7 @@ from fsdp_compile._torch.dynamo import (
 from fsdp_compile._torch.inductor import COMBO_KERNELS_UNCHECKED, COMMUNICATION_KEPT, compute_readers_first
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.ir.graph import Phase
-from fsdp_compile.lower.before_inductor import keep_matmuls, open_dequantize, write_before_waits
+from fsdp_compile.lower.before_inductor import call_lookups, keep_matmuls, open_dequantize, write_before_waits
 from fsdp_compile.lower.compiled_step import Compiled
 from fsdp_compile.lower.keep_order import KEEP_CALLS_IN_ORDER
 from fsdp_compile.lower.once import compile_once
@@ -77,6 +77,7 @@ def compile_with_inductor(
 
         def compile_graph() -> Compiled:
             open_dequantize(gm.graph)
+            call_lookups(gm.graph)
             write_before_waits(gm.graph)
             keep_matmuls(gm.graph)
             if region.shares_code and can_share_code(gm.graph):

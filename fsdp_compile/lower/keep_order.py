@@ -29,8 +29,8 @@ from fsdp_compile._torch.inductor import (
 class _SchedulerPass(CustomSchedulerPass):
     """A pass in the form that Inductor's settings, and its cache, accept."""
 
-    VERSION = 2
-    """To be counted up when a pass changes, or `_torch/inductor.py`: code in the cache was made with its version."""
+    VERSION = 3
+    """To be counted up when a pass, a mark on nodes or `_torch/inductor.py` changes: the cache looks at this alone."""
 
     def uuid(self) -> str:
         return f"fsdp_compile.{type(self).__name__}.{self.VERSION}"
