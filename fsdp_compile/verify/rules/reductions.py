@@ -45,8 +45,8 @@ def _fits(gradient: fx.Node, flat: fx.Node) -> bool:
     """Whether a gradient has the size and dtype of the leaf that it goes to."""
     spec, role = require(flat).specs[0], role_of(gradient)
     parts = spec.size if role is Role.UNREDUCED_GRADIENT else 1
-    dtypes: dict[Role | None, torch.dtype] = {Role.FLAT_GRADIENT: dtype_of(flat), Role.UNREDUCED_GRADIENT: spec.unrounded_dtype}
-    dtype = dtypes.get(role, spec.unreduced_dtype)
+    unreduced = spec.unrounded_dtype if role is Role.UNREDUCED_GRADIENT else spec.unreduced_dtype
+    dtype = dtype_of(flat) if role is Role.FLAT_GRADIENT else unreduced
     return shape_of(gradient) == (shape_of(flat)[0] * parts,) and dtype_of(gradient) == dtype
 
 
