@@ -38,8 +38,8 @@ def full_tensors(
     """
     module = unwrap(model)
     shard_between_steps(module, _WHERE, instead=f"{_WHERE} before or after it")
-    require_alike(dict(module.named_modules()), _WHERE)
     receives = not rank0_only or is_first(module.parameters(), _WHERE)
+    require_alike(dict(module.named_modules()), _WHERE)
     return _yield_values(module, receives=receives, cpu_offload=cpu_offload)
 
 
