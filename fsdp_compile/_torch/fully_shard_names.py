@@ -23,6 +23,7 @@ __all__ = [
     "STATE_KEY",
     "DefaultAllGather",
     "DefaultReduceScatter",
+    "FSDPParam",
     "FSDPParamGroup",
     "FSDPState",
     "TrainingState",

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from fsdp_compile._torch.fully_shard_names import FSDPParam
+
 TorchParam = Any
 """A `FSDPParam` of torch."""
+HAS_GRAD_DTYPES: Final = hasattr(FSDPParam, "unsharded_grad_dtype")
+"""Whether each gradient has a dtype of its own, as from torch 2.15 on: by default that in which its parameter is stored;
+and the gradient of each microbatch is rounded to it. Before, only the sum of microbatches is rounded."""
 
 
 def sharded_param(param: TorchParam) -> nn.Parameter:
@@ -84,7 +89,7 @@ def reduce_dtype(param: TorchParam) -> torch.dtype:
     Where its policy has none, that is `param_dtype`, and from torch 2.15 on the dtype in which it is stored.
     """
     chosen: torch.dtype | None = param.reduce_dtype
-    return chosen or (param.orig_dtype if hasattr(param, "unsharded_grad_dtype") else param_dtype(param))
+    return chosen or (param.orig_dtype if HAS_GRAD_DTYPES else param_dtype(param))
 
 
 def has_own_grad_dtype(param: TorchParam) -> bool:

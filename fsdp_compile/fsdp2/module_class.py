@@ -153,7 +153,7 @@ def _make(base: type, reads: Sequence[ParamRead], originals: Sequence[str]) -> t
         **{name: _original_in_eval(name) for name in originals},
         ARGUMENTS: None,
         UNIT: None,
-        MANAGED: property(_is_managed),
+        MANAGED: _Unseen(_is_managed),
         _BASE: base,
         "named_parameters": _named_parameters,
         "__slots__": (),
@@ -261,6 +261,13 @@ def _gather_deferred(unit: Unit, module: nn.Module) -> None:
     """Gathers a unit by FSDP2's hooks if its call is in Python, where Dynamo was expected to trace it."""
     if unit.may_be_deferred:
         _gather_late(unit, module)
+
+
+class _Unseen(property):
+    """A property that is false itself: from torch 2.15 on Dynamo asks the class's attribute, and does not read it."""
+
+    def __bool__(self) -> bool:
+        return False
 
 
 def _is_managed(_: nn.Module) -> bool:

@@ -16,6 +16,7 @@ from urllib.parse import quote, unquote
 
 import torch
 
+from fsdp_compile._torch.fully_shard_params import HAS_GRAD_DTYPES
 from fsdp_compile.layout.hosts import GroupRanks
 
 ROOT = "(root)"
@@ -176,8 +177,9 @@ class UnshardSpec:
 
     @property
     def unrounded_dtype(self) -> torch.dtype:
-        """Dtype of gradients that are about to be added to those which wait: FSDP2 rounds the sum alone."""
-        return torch.promote_types(self.param_dtype, self.unreduced_dtype)
+        """Dtype of gradients that are about to be added to those which wait: where FSDP2 rounds the sum, it alone."""
+        own = self.unreduced_dtype
+        return own if HAS_GRAD_DTYPES else torch.promote_types(self.param_dtype, own)
 
     @property
     def is_contiguous(self) -> bool:

@@ -44,7 +44,7 @@ def not_in_graphs(units: Sequence[Unit]) -> Iterator[Skipped]:
 
 
 def _is_compiled(unit: Unit) -> bool:
-    return any(region.graphs for region in unit.compiled_regions.values())
+    return any(region.steps for region in unit.compiled_regions.values())
 
 
 def _graph_breaks(graphs: Sequence[GraphPlan]) -> Iterator[Skipped]:
