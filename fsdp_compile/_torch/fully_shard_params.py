@@ -14,8 +14,8 @@ from fsdp_compile._torch.fully_shard_names import FSDPParam
 TorchParam = Any
 """A `FSDPParam` of torch."""
 HAS_GRAD_DTYPES: Final = hasattr(FSDPParam, "unsharded_grad_dtype")
-"""Whether each gradient has a dtype of its own, as from torch 2.15 on: by default that in which its parameter is stored;
-and the gradient of each microbatch is rounded to it. Before, only the sum of microbatches is rounded."""
+"""Whether gradients have a dtype of their own, as from torch 2.15 on, by default that in which their parameter is stored;
+the gradient of each microbatch is rounded to it. Before, only the sum of microbatches is rounded."""
 
 
 def sharded_param(param: TorchParam) -> nn.Parameter:
