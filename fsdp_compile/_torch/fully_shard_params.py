@@ -14,8 +14,9 @@ from fsdp_compile._torch.fully_shard_names import FSDPParam
 TorchParam = Any
 """A `FSDPParam` of torch."""
 HAS_GRAD_DTYPES: Final = hasattr(FSDPParam, "unsharded_grad_dtype")
-"""Whether gradients have a dtype of their own, as from torch 2.15 on, by default that in which their parameter is stored;
-the gradient of each microbatch is rounded to it. Before, only the sum of microbatches is rounded."""
+"""Whether gradients have a dtype of their own, as from torch 2.15 on: by default that in which a parameter is stored.
+
+The gradient of each microbatch is rounded to it. Before, the sum of microbatches alone is rounded."""
 
 
 def sharded_param(param: TorchParam) -> nn.Parameter:
