@@ -75,7 +75,7 @@ def reduce_in_place(nodes: Sequence[Any]) -> None:
     Put later, with another reduction, it would hold what it reads: values as large as activations for a few numbers.
     """
     calls = [node for node in nodes if calls_operator(node)]
-    behind = list(itertools.accumulate(map(calls_operator, nodes)))  # calls up to each node
+    behind = list(itertools.accumulate(map(calls_operator, nodes[:-1]), initial=0))  # calls before each node
     last = {read.name: number for node, number in zip(nodes, behind, strict=True) for read in node.read_writes.reads}
     for node, number in zip(nodes, behind, strict=True):
         reads = [last[read.name] for read in node.read_writes.reads]
