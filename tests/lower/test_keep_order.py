@@ -60,7 +60,8 @@ def _two_sums_that_read_the_same(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.inductor
 def test_a_sum_does_not_wait_for_another_one_while_what_it_reads_could_be_freed() -> None:
     torch.compiler.reset()
-    compiled = torch.compile(_two_sums_that_read_the_same, options=dict(KEEP_OUR_ORDER))
+    settings: dict[str, Any] = dict(KEEP_OUR_ORDER)
+    compiled = torch.compile(_two_sums_that_read_the_same, options=settings)
     _, (code,) = run_and_get_code(compiled, torch.ones(64, 64))
     kernels = re.findall(r"^ +(extern_kernels\.mm|cpp_fused)", code[code.index("def call(") :], re.M)
     assert kernels == ["extern_kernels.mm", "cpp_fused", "extern_kernels.mm", "cpp_fused"]

@@ -43,7 +43,7 @@ class _Words(nn.Module):
         self.blocks = nn.Sequential(*(_Block() for _ in range(4)))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.blocks(self.table(ids))  # type: ignore[no-any-return]
+        return self.blocks(self.table(ids))
 
 
 def _words() -> Task:
