@@ -69,6 +69,20 @@ def run_in_order(calls: Sequence[Any]) -> None:
         after.add_fake_dep(WeakDep(made, mutating_buf=waiting, is_fake=True))
 
 
+def reduce_in_place(nodes: Sequence[Any]) -> None:
+    """Makes the call behind a reduction depend on it, where nothing behind the call reads what the reduction reads.
+
+    Put later, with another reduction, it would hold what it reads: values as large as activations for a few numbers.
+    """
+    calls = [node for node in nodes if calls_operator(node)]
+    behind = list(itertools.accumulate(map(calls_operator, nodes[:-1]), initial=0))  # calls before each node
+    last = {read.name: number for node, number in zip(nodes, behind, strict=True) for read in node.read_writes.reads}
+    for node, number in zip(nodes, behind, strict=True):
+        reads = [last[read.name] for read in node.read_writes.reads]
+        if number < len(calls) and node.is_reduction() and number in reads:
+            run_in_order([node, calls[number]])
+
+
 def note_dependencies(nodes: Sequence[Any]) -> None:
     """Notes again what each of all nodes depends on, directly or not, after some have got a dependency.
 

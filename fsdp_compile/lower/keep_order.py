@@ -9,7 +9,8 @@ was. All that the last one needs is then done before that: waits, and the matmul
                start of a reduction, wait, mm, [%a %b]         else
 
 Before fusion, each call of an operator (collectives and their waits, matmuls, attention) is made to depend on the one
-before it: Inductor then refuses what would move one across another. After it, each kernel is put right before its first
+before it: Inductor then refuses what would move one across another. A call also depends on reductions before it that
+read what is freed there, as those for gradients of norms do. After it, each kernel is put right before its first
 reader, or where its last part was if that is earlier.
 """
 
@@ -21,6 +22,7 @@ from fsdp_compile._torch.inductor import (
     CustomSchedulerPass,
     calls_operator,
     note_dependencies,
+    reduce_in_place,
     run_in_order,
     sources_of,
 )
@@ -50,6 +52,7 @@ class FixCalls(_SchedulerPass):
         """Returns the nodes as they are, with more dependencies."""
         if nodes:
             run_in_order([node for node in nodes if calls_operator(node)])
+            reduce_in_place(nodes)
             note_dependencies(nodes)
         return nodes
 

@@ -48,6 +48,27 @@ def test_views_keep_the_memory_that_they_show() -> None:
     assert [b.node for b in memory.buffers if b.holder is Holder.TEMPORARY] == [a]
 
 
+def test_a_table_lives_until_rows_are_taken_out_of_it() -> None:
+    s = Sketch()
+    rows, w = s.input("rows", 4, dtype=torch.int64), s.input("w", 256, 256)
+    table = s.call(aten.mm.default, w, w)
+    taken = s.call(aten.embedding.default, s.call(aten.view.default, table, [256, 256]), rows)
+    again = s.call(aten.add.Tensor, s.call(aten.mm.default, s.call(aten.sin.default, taken), w), taken)
+    memory = _memory(s.done(s.call(aten.mm.default, again, w)), Fusion.KERNELS)
+    names = [n.name for n in s.graph.nodes]
+    ends = {b.node: names[b.last] for b in memory.buffers}
+    assert (ends[table], ends[taken]) == (taken.name, again.name)
+
+
+def test_rows_are_taken_out_of_what_is_not_in_memory_by_whoever_computes_it() -> None:
+    s = Sketch()
+    w = s.input("w", 256, 256)
+    scaled = s.call(aten.mul.Tensor, w, w)
+    taken = s.call(aten.embedding.default, scaled, s.input("rows", 4, dtype=torch.int64))
+    memory = _memory(s.done(s.call(aten.sin.default, taken)), Fusion.KERNELS)
+    assert not {scaled, taken} & {b.node for b in memory.buffers}
+
+
 def test_a_result_that_nobody_wants_keeps_its_number() -> None:
     s = Sketch()
     x, mean, rstd, weight = s.input("x", 256, 256), s.input("mean", 256, 1), s.input("rstd", 256, 1), s.input("w", 256)

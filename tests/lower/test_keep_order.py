@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 from unittest import mock
 
@@ -47,6 +48,23 @@ def test_a_fused_kernel_pulls_no_wait_ahead() -> None:
     assert _order(dict(KEEP_OUR_ORDER)) == planned
     # What it is for: by itself, Inductor puts both kernels where the first one was, and what the second needs before.
     assert _order({name: value for name, value in KEEP_OUR_ORDER.items() if "custom_pass" not in name}) != planned
+
+
+def _two_sums_that_read_the_same(x: torch.Tensor) -> torch.Tensor:
+    first = torch.mm(x, x)
+    of_first = (first * x).sum(0)
+    second = torch.mm(first, x)
+    return torch.cat([of_first, (second * x).sum(0)])
+
+
+@pytest.mark.inductor
+def test_a_sum_does_not_wait_for_another_one_while_what_it_reads_could_be_freed() -> None:
+    torch.compiler.reset()
+    settings: dict[str, Any] = dict(KEEP_OUR_ORDER)
+    compiled = torch.compile(_two_sums_that_read_the_same, options=settings)
+    _, (code,) = run_and_get_code(compiled, torch.ones(64, 64))
+    kernels = re.findall(r"^ +(extern_kernels\.mm|cpp_fused)", code[code.index("def call(") :], re.M)
+    assert kernels == ["extern_kernels.mm", "cpp_fused", "extern_kernels.mm", "cpp_fused"]
 
 
 @pytest.mark.long
