@@ -44,8 +44,11 @@ def step_in_backward(optimizer: Chosen, *, elementwise: bool = False) -> Chosen:
         _refuse(optimizer, parameter)
     updater = InBackward(optimizer)
     for parameter in parameters:
-        if updater_of(parameter) is None:
-            parameter.register_post_accumulate_grad_hook(UpdateHook(updater))
+        if updater_of(parameter) is None and (parameter.requires_grad or parameter.is_floating_point()):
+            # Autograd takes hooks of trained leaves alone, and keeps them: one that is thawed later is updated, too.
+            is_trained = parameter.requires_grad
+            parameter.requires_grad_().register_post_accumulate_grad_hook(UpdateHook(updater))
+            parameter.requires_grad_(is_trained)
     for group in (group for model in models() for group in model.groups):
         if any(param.parameter in updater.numbers() for param in group.params):
             group.refresh_specs()

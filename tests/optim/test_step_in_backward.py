@@ -99,6 +99,14 @@ class Inverse(Slim):
         return super().forward(torch.linalg.solve(torch.eye(WIDTH) + weight @ weight.T, x.T).T)
 
 
+class Frozen(Slim):
+    """A block that is frozen before it is sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].requires_grad_(requires_grad=False)
+
+
 def _plain(model: Any, call: Call, step: int) -> None:
     loss_of(call(_input(step))).backward()
 
@@ -158,6 +166,12 @@ def _frozen(model: Any, call: Call, step: int) -> None:
     _plain(model, call, step)
 
 
+def _thawed(model: Any, call: Call, step: int) -> None:
+    if step == 1:
+        model.blocks[0].requires_grad_(requires_grad=True)
+    _plain(model, call, step)
+
+
 Step = Callable[[Any, Call, int], None]
 CASES: dict[str, tuple[Callable[[], nn.Module], Step, bool]] = {
     "plain": (Slim, _plain, True),
@@ -175,6 +189,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Step, bool]] = {
     "a dispatch mode": (Slim, _counted, True),
     "an operator with side effects": (Inverse, _plain, True),
     "frozen": (Slim, _frozen, True),
+    "thawed": (Frozen, _thawed, True),
+    "thawed, uncompiled": (Frozen, _thawed, False),
 }
 
 

@@ -1,0 +1,247 @@
+"""Options, layouts and ways to train, drawn together: a few rows in which each pair of values meets."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import itertools
+import random
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+from fsdp_compile import FSDPOptions, flat_step, fully_shard, no_sync, step_in_backward
+from fsdp_compile.cost.hardware import hardware
+from fsdp_compile.errors import FSDPCompileError
+from tests.fsdp2.decoder import Decoder, Tied, batch, cross_entropy
+from tests.two_sides import BITS, adamw, compare_gradients, compare_parameters
+
+Row = dict[str, str]
+"""By the name of an axis, the name of one of its values."""
+Value = tuple[str, str]
+"""The names of an axis, and of one of its values."""
+
+
+def _by_hand(model: Decoder, **settings: Any) -> None:
+    for block in model.blocks:
+        fully_shard(block, **settings)
+    fully_shard(model, **settings)
+
+
+def _nested(model: Decoder, **settings: Any) -> None:
+    for block in model.blocks:
+        assert isinstance(block.a, nn.Module)
+        fully_shard(block.a, **settings)
+    _by_hand(model, **settings)
+
+
+def _freeze(model: Decoder) -> Decoder:
+    model.embedding.requires_grad_(requires_grad=False)
+    model.blocks[0].requires_grad_(requires_grad=False)
+    return model
+
+
+LAYOUTS: dict[str, tuple[Callable[[], Decoder], Callable[..., object]]] = {
+    "automatic": (Decoder, fully_shard),
+    "plain": (Decoder, lambda *_, **__: None),
+    "blocks": (Decoder, _by_hand),
+    "nested": (Decoder, _nested),
+    "tied": (Tied, fully_shard),
+    "tied, plain": (Tied, lambda *_, **__: None),
+    "frozen": (lambda: _freeze(Decoder()), _by_hand),
+}
+"""How models are made, and sharded before they are compiled."""
+SETTINGS: dict[str, dict[str, Any]] = {
+    "mp_policy": {
+        "float32": None,
+        "bfloat16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    },
+    "reshard_after_forward": {"default": None, "kept": False, "auto": "auto", "again": True},
+    "offload_policy": {"device": None, "host": CPUOffloadPolicy(pin_memory=False)},
+    "separate_reduce_group": {"one group": False, "own group": True},
+    "sync_module_states": {"alike": False, "of rank 0": True},
+}
+"""Arguments of `fully_shard`, which are options for a plain model."""
+OPTIONS: dict[str, dict[str, Any]] = {
+    "prefetch": {"auto": "auto", "0": 0, "2": 2, "FSDP1": "BACKWARD_PRE+forward_prefetch", "none": "none"},
+    "memory_budget_gb": {"none": None, "1 GB": 1.0},
+    "activations": {"auto": "auto", "saved": "saved"},
+    "hardware": {"found": None, "named": hardware("cpu", "ethernet-1")},
+    "reduce_layout": {"aligned": "aligned", "fsdp2": "fsdp2"},
+    "bucket_mb": {"auto": "auto", "0": 0, "1": 1},
+    "embedding": {"gathered": "gathered", "sharded": "sharded"},
+    "poison": {"off": False, "on": True},
+}
+"""Options of a compile."""
+WAYS: dict[str, dict[str, Any]] = {
+    "form": dict.fromkeys(("module", "in place", "blocks", "function", "step")),
+    "optimizer": {"plain": lambda optimizer: optimizer, "flat": flat_step, "in backward": step_in_backward},
+    "microbatches": {"one": 1, "two": 2},
+    "dynamic": {"unset": None, "dynamic": True},
+    "rows": {"same": 0, "by rank": 1},
+}
+"""How the model is compiled and trained."""
+AXES: dict[str, dict[str, Any]] = {"layout": LAYOUTS, **SETTINGS, **OPTIONS, **WAYS}
+NOT_DRAWN = {
+    "lower": "all is run operator by operator, for bits",
+    "inductor": "the same",
+    "share_code": "needs Inductor",
+    "artifacts": "changes no graph",
+    "stop_after": "leaves passes out",
+    "mesh": "tests/numerics/fsdp2/test_matrix.py has the meshes",
+    "sharding_strategy": "the same",
+    "auto_wrap_policy": "tests/sharding/test_wrap.py compares the units",
+}
+"""Options that no row has, and why."""
+
+
+_PLANNED = "no effect on a schedule that is not planned"
+_AVERAGED = "averaged by no rank|no rank would average"
+REFUSED: list[tuple[str, Collection[str], str, Collection[str], str]] = [
+    ("prefetch", {"0", "2", "FSDP1", "none"}, "memory_budget_gb", {"1 GB"}, _PLANNED),
+    ("prefetch", {"0", "2", "FSDP1", "none"}, "hardware", {"named"}, _PLANNED),
+    ("layout", {"plain", "tied, plain"}, "form", {"in place", "blocks", "function", "step"}, _AVERAGED),
+    ("layout", {"tied", "tied, plain"}, "embedding", {"sharded"}, "its weight is read in other ways"),
+    ("memory_budget_gb", {"1 GB"}, "form", {"blocks"}, "the graph is a part of its model"),
+]
+"""Values of one axis that contradict those of another one, and what the error says."""
+
+
+def refused() -> dict[frozenset[Value], str]:
+    """Each such pair, and what the error says."""
+    return {
+        frozenset({(one, a), (other, b)}): says
+        for one, its, other, others, says in REFUSED
+        for a, b in itertools.product(its, others)
+    }
+
+
+def fields() -> set[str]:
+    """The names of all options."""
+    return {field.name for field in dataclasses.fields(FSDPOptions)}
+
+
+def covering() -> list[Row]:
+    """Rows in which every two values of two axes are together that may be, the same in each run."""
+    drawn, contradict = random.Random(0), refused()
+    pairs = (itertools.product(_of(a), _of(b)) for a, b in itertools.combinations(AXES, 2))
+    missing = set(map(frozenset, itertools.chain.from_iterable(pairs))) - contradict.keys()
+    rows = []
+    while missing:
+        # Each candidate begins with a pair that is missing, and takes what meets most of the others, axis by axis.
+        candidates = [_grown(dict(drawn.choice(sorted(map(sorted, missing)))), missing, drawn) for _ in range(8)]
+        rows.append(max(candidates, key=lambda row: len(missing & _pairs(row))))
+        missing -= _pairs(rows[-1])
+    assert not any(_pairs(row) & contradict.keys() for row in rows)
+    return rows
+
+
+def with_defaults(pair: Iterable[Value]) -> Row:
+    """A row of the first value of each axis, but for a pair."""
+    return {axis: next(iter(AXES[axis])) for axis in AXES} | dict(pair)
+
+
+def _of(axis: str) -> list[Value]:
+    return [(axis, value) for value in AXES[axis]]
+
+
+def _pairs(row: Row) -> set[frozenset[Value]]:
+    return {frozenset(pair) for pair in itertools.combinations(row.items(), 2)}
+
+
+def _grown(row: Row, missing: set[frozenset[Value]], drawn: random.Random) -> Row:
+    contradict = refused()
+
+    def gain(value: Value) -> int:
+        pairs = [frozenset({value, one}) for one in row.items()]
+        return -1 if any(pair in contradict for pair in pairs) else sum(pair in missing for pair in pairs)
+
+    for axis in drawn.sample(list(AXES), len(AXES)):
+        if axis not in row:
+            row |= [max(drawn.sample(_of(axis), len(AXES[axis])), key=gain)]
+    return {axis: row[axis] for axis in AXES}
+
+
+def train(rows: list[Row]) -> list[str]:
+    """Trains each row beside FSDP2: "" if all bits are the same, else the error by name in the first call."""
+    return [_train(row) for row in rows]
+
+
+def _train(row: Row) -> str:
+    torch.compiler.reset()
+    value = {axis: AXES[axis][name] for axis, name in row.items()}
+    make, shard = value["layout"]
+    settings = {name: value[name] for name in SETTINGS if value[name] not in (None, False)}
+    torch.manual_seed(0)
+    model = make()
+    reference = copy.deepcopy(model)
+    if row["sync_module_states"] == "of rank 0" and dist.get_rank():
+        for parameter in model.parameters():
+            parameter.data.fill_(7)
+    options = {"lower": "eager", **{name: value[name] for name in OPTIONS}}
+    options = {name: given for name, given in options.items() if given != getattr(FSDPOptions(), name)}
+    is_plain = row["layout"].endswith("plain")
+    (fully_shard if is_plain else shard)(reference, **settings)
+    calls: list[torch.Tensor] = []
+    try:
+        shard(model, **settings)
+        options |= settings if is_plain else {}
+        call = _compiled(model, row["form"], options=options, dynamic=value["dynamic"])
+        mine, theirs = value["optimizer"](adamw(list(model.parameters()))), adamw(list(reference.parameters()))
+        _steps((model, reference), call, (mine, theirs), value, calls)
+    except (FSDPCompileError, BackendCompilerFailed) as error:
+        named = getattr(error, "inner_exception", error)
+        if calls or not isinstance(named, FSDPCompileError):
+            raise
+        return f"{type(named).__name__}: {named}"
+    return ""
+
+
+def _compiled(model: Any, form: str, **given: Any) -> Any:
+    """What runs forward and backward of a batch, and returns its loss."""
+    arguments = {"backend": "fsdp", **given}
+    if form == "in place":
+        model.compile(**arguments)
+    if form == "blocks":
+        for block in model.blocks:
+            block.compile(**arguments)
+    if form == "module":
+        compiled = torch.compile(model, **arguments)
+        return lambda tokens: _backward(cross_entropy(compiled, tokens))
+    if form == "function":
+        loss = torch.compile(lambda tokens: cross_entropy(model, tokens), **arguments)
+        return lambda tokens: _backward(loss(tokens))
+    if form == "step":
+        return torch.compile(lambda tokens: _backward(cross_entropy(model, tokens)), **arguments)
+    return lambda tokens: _backward(cross_entropy(model, tokens))
+
+
+def _backward(loss: torch.Tensor) -> torch.Tensor:
+    loss.backward()
+    return loss.detach()
+
+
+def _steps(
+    pair: tuple[Any, Any], call: Any, optimizers: tuple[Any, Any], value: dict[str, Any], calls: list[torch.Tensor]
+) -> None:
+    for step in range(2):
+        for number in range(value["microbatches"]):
+            tokens = batch(2 * step + number, (2 + value["rows"] * dist.get_rank(), 5))
+            with contextlib.ExitStack() as held:
+                for each in pair if number < value["microbatches"] - 1 else ():
+                    held.enter_context(no_sync(each))
+                ours, expected = call(tokens), _backward(cross_entropy(pair[1], tokens))
+            calls.append(ours)
+            assert torch.equal(ours, expected), f"losses of step {step}: {ours} {expected}"
+        if value["optimizer"] is not step_in_backward:
+            compare_gradients(*pair, BITS.gradient)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    compare_parameters(*pair, BITS.parameter)
