@@ -77,7 +77,7 @@ def class_below(made: type) -> type:
 
 def states_of_model(state: FSDPState) -> list[FSDPState]:
     """The states of the initialized model that a state belongs to, in the order of their modules."""
-    return list(state._state_ctx.all_states)
+    return list(dict.fromkeys(state._state_ctx.all_states))  # torch 2.11 has that of several modules once for each
 
 
 def is_initialized(state: FSDPState) -> bool:
