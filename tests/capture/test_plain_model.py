@@ -183,24 +183,19 @@ def test_inference_first_then_training() -> None:
     run_ranks(_check_first_call_without_gradients)
 
 
-def _made_by_the_first_rank(form: str) -> None:
+def _made_by_the_first_rank() -> None:
     torch.manual_seed(0)
     reference = Small()
     torch.manual_seed(0)
     with torch.device("meta" if dist.get_rank() else "cpu"):
         model = Small()
     options: Any = {"lower": "eager", "sync_module_states": True}
-    if form == "module":
-        _train(torch.compile(model, backend="fsdp", options=options), model, reference)
-    else:
-        model.compile(backend="fsdp", options=options)
-        _train(model, model, reference)
+    _train(torch.compile(model, backend="fsdp", options=options), model, reference)
 
 
-@pytest.mark.parametrize("form", ["module", "module.compile"])
-def test_values_of_the_first_rank_alone(form: str) -> None:
+def test_values_of_the_first_rank_alone() -> None:
     """The others have the model on meta; the optimizer is made before any has its part."""
-    run_ranks(_made_by_the_first_rank, form)
+    run_ranks(_made_by_the_first_rank)
 
 
 def _made_by_no_rank() -> None:
