@@ -35,7 +35,8 @@ def containers_of_torch() -> None:
             assert not graphs
             continue
         assert graphs
-        assert not [title for title in hooked if title], (in_place, hooked)
+        # In place, torch starts graphs in the modules of other classes alone, and FSDP2 runs the outermost one.
+        assert set(hooked) <= ({"(root)"} if in_place else set()), (in_place, hooked)
 
 
 @case("structures")
