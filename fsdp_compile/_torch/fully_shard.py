@@ -159,6 +159,11 @@ def is_partly_run(state: FSDPState) -> bool:
     return bool(state._modules_to_run_forward)
 
 
+def have_some_run(state: FSDPState) -> bool:
+    """Whether some modules of a call on several have ended in this forward, and others have not."""
+    return 0 < len(state._modules_to_run_forward) < len(state._modules)
+
+
 def leave_forward(state: FSDPState) -> None:
     """Ends a forward that FSDP2's pre-forward has begun, and whose unit it no longer gathers."""
     state._training_state = TrainingState.IDLE

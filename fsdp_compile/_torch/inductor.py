@@ -78,8 +78,7 @@ def reduce_in_place(nodes: Sequence[Any]) -> None:
     behind = list(itertools.accumulate(map(calls_operator, nodes[:-1]), initial=0))  # calls before each node
     last = {read.name: number for node, number in zip(nodes, behind, strict=True) for read in node.read_writes.reads}
     for node, number in zip(nodes, behind, strict=True):
-        reads = [last[read.name] for read in node.read_writes.reads]
-        if number < len(calls) and node.is_reduction() and number in reads:
+        if number < len(calls) and node.is_reduction() and number in [last[r.name] for r in node.read_writes.reads]:
             run_in_order([node, calls[number]])
 
 

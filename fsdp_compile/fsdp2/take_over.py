@@ -274,7 +274,7 @@ def _post_hook(unit: Unit, hook: fsdp2.PostHook) -> fsdp2.PostHook:
         dtype = training if module.training else in_eval
         if torch.compiler.is_compiling():
             return cast(output, dtype)
-        return _end(unit, module, args, output, dtype)
+        return _end(unit, hook, module, args, output, dtype)
 
     skip_code(post_forward.__code__)
     return post_forward
@@ -301,13 +301,13 @@ def _begin(unit: Unit, module: nn.Module, args: Any, kwargs: Any, dtype: torch.d
 
 
 @torch.compiler.disable
-def _end(unit: Unit, module: nn.Module, args: Any, output: Any, dtype: torch.dtype | None) -> Any:
+def _end(unit: Unit, hook: fsdp2.PostHook, module: nn.Module, args: Any, output: Any, dtype: torch.dtype | None) -> Any:
     for each in unit.inner_units:
         output = each.end_given(output)
     if unit.gatherer is not Gatherer.HOOKS:
         unit.end_deferred()
         return cast(output, dtype)
-    output = unit.post_hook(module, args, output)
+    output = hook(module, args, output)  # of several modules each has its own
     unit.end_hooks()
     return output
 

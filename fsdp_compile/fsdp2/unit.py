@@ -230,6 +230,9 @@ class Unit:
         """After the model was taken over in the middle of a forward: leaves a call that FSDP2 has begun to graphs."""
         if fsdp2.training_state(self.state) is not fsdp2.TrainingState.FORWARD:
             return
+        if fsdp2.have_some_run(self.state):  # with parameters that FSDP2 has gathered, whose gradients it reduces
+            self._swap(Gatherer.HOOKS)
+            return
         fsdp2.leave_forward(self.state)
         if self.only_hooks:
             self.begin_hooks()

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
-from tests.fsdp2.decoder import WIDTH, Block, Decoder, batch, case, forward_graphs, gathered_by_hooks, pair_of
+from tests.fsdp2.decoder import WIDTH, Block, Decoder, Tied, batch, case, forward_graphs, gathered_by_hooks, pair_of
 from tests.two_sides import REDUCED_TWICE, compile_eagerly, compile_in_place
 
 
@@ -37,6 +37,15 @@ def containers_of_torch() -> None:
         assert graphs
         # In place, torch starts graphs in the modules of other classes alone, and FSDP2 runs the outermost one.
         assert set(hooked) <= ({"(root)"} if in_place else set()), (in_place, hooked)
+
+
+@case("structures")
+def compiled_blocks_between_the_modules_of_a_unit() -> None:
+    """The first compile comes when one of them has run, and the other has not."""
+    pair = pair_of(Tied)
+    for block in pair.model.blocks:
+        compile_in_place(block)
+    pair.train(pair.model)
 
 
 @case("structures")
