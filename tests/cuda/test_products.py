@@ -134,8 +134,8 @@ def test_parameters_kept_for_backward_are_the_only_gathered_memory_that_stays() 
     checks.no_gradient_is_copied(backward)
 
 
-# Of 4 layers of Llama-3-8B on 64 ranks: from the attention of one layer to that of the next.
-PER_LAYER = {Phase.FORWARD: [7, 7, 7], Phase.BACKWARD: [15, 15, 12]}
+# Of 4 layers of Llama-3-8B on 64 ranks: from the attention of one layer to that of the next. Sums for norms stay in their place.
+PER_LAYER = {Phase.FORWARD: [7, 7, 7], Phase.BACKWARD: [15, 15, 13]}
 
 
 def test_layers_of_llama_3_8b(tmp_path: Path) -> None:
