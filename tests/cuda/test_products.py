@@ -134,7 +134,8 @@ def test_parameters_kept_for_backward_are_the_only_gathered_memory_that_stays() 
     checks.no_gradient_is_copied(backward)
 
 
-# Of 4 layers of Llama-3-8B on 64 ranks: from the attention of one layer to that of the next. Sums for norms stay in their place.
+# Of 4 layers of Llama-3-8B on 64 ranks: from the attention of one layer to that of the next. Each sum for a norm is a
+# launch of its own, in its place.
 PER_LAYER = {Phase.FORWARD: [7, 7, 7], Phase.BACKWARD: [15, 15, 13]}
 
 
