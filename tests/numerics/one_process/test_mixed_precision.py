@@ -18,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import MixedPrecision, fully_shard, no_sync, register_comm_hook, step_in_backward
+from fsdp_compile._torch.fully_shard_params import HAS_GRAD_DTYPES
 from fsdp_compile.config.policy import AnyPrecisionPolicy
 from tests.models.kinds import WIDTH, Slim, Stack
 from tests.numerics.one_process.measure import batches
@@ -120,9 +121,11 @@ def _prepared(make: Callable[[], nn.Module], policy: AnyPrecisionPolicy, cast: B
     return train_both(make, lambda model: fully_shard(model, mp_policy=policy), cast)
 
 
+FOLLOWS = torch.float32 if HAS_GRAD_DTYPES else BF16
+"""The dtype of reductions where a policy has none: from torch 2.15 on that in which parameters are stored."""
 CASES: dict[str, tuple[Callable[[], nn.Module], AnyPrecisionPolicy, ByHand]] = {
     "policy": (Slim, MixedPrecisionPolicy(BF16, torch.float32), ByHand(_all, BF16, torch.float32)),
-    "reduce-dtype-follows": (Slim, MixedPrecisionPolicy(BF16), ByHand(_all, BF16, BF16)),
+    "reduce-dtype-follows": (Slim, MixedPrecisionPolicy(BF16), ByHand(_all, BF16, FOLLOWS)),
     "no-cast-of-inputs": (Slim, MixedPrecisionPolicy(None, BF16), ByHand(lambda m: m, torch.float32, BF16)),
     "batch-norm-kept": (
         Normed,
