@@ -24,6 +24,14 @@ def of_first(said: T, groups: Sequence[dist.ProcessGroup], device: torch.device)
     return found
 
 
+def is_any(holds: bool, groups: Sequence[dist.ProcessGroup], device: torch.device) -> bool:  # noqa: FBT001
+    """Whether something holds on some rank of the groups of a mesh's dimensions, which call it together."""
+    found = torch.tensor(int(holds), device=device)
+    for group in groups:
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+    return bool(found.item())
+
+
 def require(
     described: Mapping[str, str],
     groups: Sequence[dist.ProcessGroup],

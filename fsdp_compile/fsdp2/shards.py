@@ -18,7 +18,7 @@ from fsdp_compile._torch.fully_shard_calls import forward_in_progress
 from fsdp_compile._torch.fully_shard_params import TorchParam, refs_of, sharded_param
 from fsdp_compile._torch.tensors import local_tensor, make_dtensor, memory_id
 from fsdp_compile.comm import alike
-from fsdp_compile.errors import ConfigError
+from fsdp_compile.errors import ConfigError, RankMismatchError
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 """What torch puts into names where a compiled module is, or one that is checkpointed by its `checkpoint_wrapper`."""
@@ -128,15 +128,22 @@ def require_alike(parts: Mapping[str, nn.Module], where: str) -> None:
                 held = module._parameters.get(attribute)
                 text = "missing" if held is None else f"a {type(held).__name__} {tuple(held.shape)} of {held.dtype}"
                 described.setdefault(mesh, {})[plain_name(f"{names[module]}.{attribute}".removeprefix("."))] = text
-    for mesh, texts in described.items():
-        alike.require(
-            texts,
-            [mesh.get_group(dim) for dim in range(mesh.ndim)],
-            torch.device(mesh.device_type),
-            what="parameters in a sharded model",
-            where=where,
-            instead="the same changes of the model on every rank; inside of full_params() a parameter may be replaced",
-        )
+    what = "parameters in a sharded model"
+    instead = "the same changes of the model on every rank; inside of full_params() a parameter may be replaced"
+    meshes = {mesh: [mesh.get_group(dim) for dim in range(mesh.ndim)] for mesh in described}
+    refused: RankMismatchError | None = None
+    for mesh, groups in meshes.items():
+        device = torch.device(mesh.device_type)
+        try:
+            alike.require(described[mesh], groups, device, what=what, where=where, instead=instead)
+        except RankMismatchError as error:
+            refused = refused or error
+    # Ranks that share another mesh with those would wait for them in its gathers.
+    is_refused = refused is not None
+    for mesh, groups in meshes.items() if len(meshes) > 1 else ():
+        is_refused = alike.is_any(is_refused, groups, torch.device(mesh.device_type))
+    if is_refused:
+        raise refused or RankMismatchError(f"other ranks have different {what}", where=where, instead=instead)
 
 
 def is_first(tensors: Iterable[torch.Tensor], where: str, *, sends: bool = False) -> bool:

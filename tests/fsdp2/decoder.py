@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from fsdp_compile import backend
 from fsdp_compile.fsdp2.unit import Unit
 from fsdp_compile.ir.graph import Phase, StepGraph
-from tests.two_sides import Loss, WithFsdp2
+from tests.two_sides import Loss, WithFsdp2, compile_eagerly
 
 WIDTH = 16
 VOCABULARY = 50
@@ -110,6 +110,13 @@ def gathered_by_hooks() -> Iterator[list[str]]:
 
     with mock.patch.object(Unit, "begin_hooks", noted):
         yield titles
+
+
+def through_a_function(pair: WithFsdp2) -> tuple[Any, Loss]:
+    """A compiled function over the model, and a loss of both sides that calls it for the model."""
+    model = pair.model
+    step = compile_eagerly(lambda tokens: cross_entropy(model, tokens), fullgraph=True)
+    return step, lambda each, tokens: step(tokens) if each is model else cross_entropy(each, tokens)
 
 
 @contextlib.contextmanager

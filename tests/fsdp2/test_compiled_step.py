@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import optim
+from torch import nn, optim
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import fully_shard
 from torch.profiler import ProfilerActivity, profile
@@ -98,6 +98,46 @@ def _pending() -> None:
 
 def test_gradients_of_inputs_leave_pending_gradients_where_they_are() -> None:
     run_ranks(_pending)
+
+
+class _MayRaise(nn.Linear):
+    raises = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.raises:
+            raise ValueError("expected")
+        return super().forward(x)
+
+
+def _after_a_call_that_raised() -> None:
+    """Before that call all units had followed their parameters, and only some have run since."""
+
+    def shard(model: Any) -> Any:
+        for part in model:
+            fully_shard(part)
+        return fully_shard(model)
+
+    pair = WithFsdp2(lambda: nn.Sequential(*(_MayRaise(WIDTH, WIDTH) for _ in range(3))), shard, _input)
+    compiled = compile_eagerly(pair.model)
+    function = compile_eagerly(lambda x: loss_of(pair.model(x)))
+
+    def loss(call: Any, x: torch.Tensor) -> torch.Tensor:
+        return function(x) if call is pair.model else loss_of(call(x))
+
+    pair.accumulate(loss=loss)
+    pair.accumulate(compiled)
+    pair.model[1].raises = True
+    with pytest.raises(ValueError, match="expected"):
+        compiled(_input())
+    pair.model[1].raises = False
+    for each in pair:
+        each.load_state_dict({k: v.clone() * 2 for k, v in each.state_dict().items()}, assign=True)
+    pair.zero_grad()
+    pair.accumulate(loss=loss)
+
+
+def test_a_compiled_function_follows_parameters_after_a_call_that_raised() -> None:
+    run_ranks(_after_a_call_that_raised)
 
 
 def _converted() -> None:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_compile.errors import ConfigError, RankMismatchError
 from fsdp_compile.state.full_params import full_params
 from fsdp_compile.state.full_tensors import full_tensors
-from tests.fsdp2.models import batch, made, sharded
+from tests.fsdp2.models import batch, made, mesh_of, sharded
 from tests.ranks import run_ranks
 from tests.two_sides import whole
 
@@ -171,6 +171,22 @@ def _check_replaced_outside(where: str) -> None:
     with full_params(model):
         assert model.blocks[0].up.weight.shape == (9, 9)
         assert type(model.blocks[1].up.weight) is nn.Parameter
+
+
+def _check_replaced_on_another_mesh() -> None:
+    """Ranks 0 and 1 differ on a mesh of theirs; 2 and 3 share another one with them."""
+    parts: Any = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+    fully_shard(parts[0], mesh=mesh_of((2, 2))["shard"])
+    fully_shard(parts[1], mesh=mesh_of((4,)))
+    if dist.get_rank() == 0:
+        parts[0].weight = nn.Parameter(torch.ones(9, 9))
+    says = "ranks have different" if dist.get_rank() < 2 else "other ranks have different"
+    with pytest.raises(RankMismatchError, match=f"{says} parameters in a sharded model"):
+        next(full_tensors(parts))
+
+
+def test_ranks_of_another_mesh_do_not_wait_for_those_that_differ() -> None:
+    run_ranks(_check_replaced_on_another_mesh, world_size=4, timeout_s=60)
 
 
 @pytest.mark.parametrize("where", ["full_params", "full_tensors"])

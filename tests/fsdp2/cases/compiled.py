@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from tests.fsdp2.decoder import WIDTH, Tied, batch, case, cross_entropy, gathered_by_hooks, pair_of
+from tests.fsdp2.decoder import WIDTH, Tied, batch, case, gathered_by_hooks, pair_of, through_a_function
 from tests.two_sides import REDUCED_TWICE, compile_eagerly, compile_in_place
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -38,9 +38,7 @@ def in_place() -> None:
 @case("compiled")
 def function_of_a_model() -> None:
     pair = pair_of()
-    model = pair.model
-    step = compile_eagerly(lambda i: cross_entropy(model, i), fullgraph=True)
-    pair.train(model, loss=lambda each, i: step(i) if each is model else cross_entropy(each, i))
+    pair.train(pair.model, loss=through_a_function(pair)[1])
 
 
 @case("compiled")

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_compile.errors import UnsupportedModelError
-from tests.fsdp2.decoder import WIDTH, Block, Decoder, batch, case, cross_entropy, pair_of, shard
+from tests.fsdp2.decoder import WIDTH, Block, Decoder, batch, case, cross_entropy, pair_of, shard, through_a_function
 from tests.two_sides import adamw, compile_eagerly
 
 # State.
@@ -160,10 +160,7 @@ def another_dtype() -> None:
 def before_a_compiled_function_again() -> None:
     pair = pair_of()
     model = pair.model
-    step = compile_eagerly(lambda i: cross_entropy(model, i), fullgraph=True)
-
-    def loss(each: Any, tokens: torch.Tensor) -> torch.Tensor:
-        return step(tokens) if each is model else cross_entropy(each, tokens)
+    step, loss = through_a_function(pair)
 
     pair.train(model, steps=1, loss=loss)
     for each in pair:

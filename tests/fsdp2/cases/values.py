@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.fsdp2.take_over import model_of
 from fsdp_compile.ir.graph import Role, StepGraph, require, role_of
-from tests.fsdp2.decoder import Block, Decoder, batch, case, cross_entropy, forward_graphs, pair_of
-from tests.two_sides import REDUCED_TWICE, adamw, compile_eagerly
+from tests.fsdp2.decoder import Block, Decoder, batch, case, forward_graphs, pair_of, through_a_function
+from tests.two_sides import REDUCED_TWICE, adamw
 
 
 def units_gathered(step: StepGraph) -> set[str]:
@@ -95,10 +95,7 @@ def and_reshard() -> None:
 def before_a_compiled_function() -> None:
     pair = pair_of()
     model = pair.model
-    step = compile_eagerly(lambda i: cross_entropy(model, i), fullgraph=True)
-
-    def loss(each: Any, tokens: torch.Tensor) -> torch.Tensor:
-        return step(tokens) if each is model else cross_entropy(each, tokens)
+    _, loss = through_a_function(pair)
 
     pair.train(model, steps=1, loss=loss)
     for each in pair:
