@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 
 import fsdp_compile
+from fsdp_compile.capture.blocks import compile_blocks
 from benchmarks.bound import Held
 
 
@@ -129,6 +130,13 @@ def ours(model: nn.Module, setup: Setup) -> Any:
     return torch.compile(model, backend="fsdp", options=dict(setup.options))
 
 
+def ours_by_blocks(model: nn.Module, setup: Setup) -> Any:
+    """`fsdp_compile.compile_blocks`."""
+    kept = setup.reshard_after_forward
+    fsdp_compile.fully_shard(model, mesh=mesh_of(setup), mp_policy=setup.policy, reshard_after_forward=kept)
+    return compile_blocks(model, options=dict(setup.options))
+
+
 class _Gather(nn.Module):
     def __init__(self, dtype: torch.dtype | None) -> None:
         super().__init__()
@@ -169,6 +177,9 @@ _CUDA_GRAPHS = {"inductor": {"triton.cudagraphs": True}}
 
 UNSHARDED = Contender("unsharded", "plain torch.compile: the compute alone", unsharded, Held.WHOLE)
 OURS = Contender("fsdp_compile", 'torch.compile(backend="fsdp")', ours, Held.TWO)
+OURS_BLOCKS = Contender(
+    "fsdp_compile_blocks", "fsdp_compile.compile_blocks: one compile for like blocks", ours_by_blocks, Held.TWO
+)
 OURS_SHARDED = Contender(
     "fsdp_compile_sharded_embedding",
     'options={"embedding": "sharded"}: rows that are looked up travel, and not the table',
@@ -210,6 +221,7 @@ ALL: tuple[Contender, ...] = (
         Held.GATHERED,
     ),
     OURS,
+    OURS_BLOCKS,
     OURS_SHARDED,
 )
 ON_GPUS = (*ALL, OURS_CUDA_GRAPHS)

@@ -33,10 +33,10 @@ from fsdp_compile.lower.compiled_step import entered
 from fsdp_compile.lower.eager import compile_eagerly
 from fsdp_compile.lower.inductor import FREE_AT_LAST_USE, compile_with_inductor
 from fsdp_compile.lower.progress import say
-from fsdp_compile.lower.region import Region
+from fsdp_compile.lower.region import Region, nothing_ahead
 from fsdp_compile.lower.shared_plan import Lines, Settings, inserted_in, refuse, settle
 from fsdp_compile.options import FSDPOptions
-from fsdp_compile.pipeline import keep, transform
+from fsdp_compile.pipeline import graphs_ahead, keep, transform
 
 
 def fsdp(
@@ -99,6 +99,7 @@ def _compile(
         functools.partial(keep, options=options, whole=whole),
         ran.number,
         options.may_recompute,
+        nothing_ahead if whole else functools.partial(graphs_ahead, options),
         options.share_code,
         functools.partial(settle, settings=of_plans),
         of_plans.can_follow,

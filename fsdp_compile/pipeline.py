@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
 from fsdp_compile.artifacts import Watcher
-from fsdp_compile.config.prefetch import FSDPPrefetch
+from fsdp_compile.config.prefetch import Ahead, FSDPPrefetch
 from fsdp_compile.cost.hardware import hardware as named_hardware
 from fsdp_compile.cost.hardware import hardware_of
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.ir.graph import StepGraph
+from fsdp_compile.ir.graph import Phase, StepGraph
 from fsdp_compile.layout.flat_layout import ReduceLayout
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.partition.auto_reshard import asks_for_choice, keep_unsharded
@@ -74,6 +75,16 @@ def passes(options: FSDPOptions) -> tuple[GraphPass[Any], ...]:
     delayed = () if options.memory_budget_gb is not None else delays
     schedule = ScheduleAuto(hardware, budget_bytes(options), fusion)
     return (*first, *delayed, schedule, *last)
+
+
+def graphs_ahead(options: FSDPOptions, phase: Phase) -> int | None:
+    """How many graphs of a model in several gather ahead of the one that runs; `None` for what fits."""
+    if options.poison:  # which fills messages where a graph has read them last
+        return 0
+    if isinstance(options.prefetch, FSDPPrefetch):
+        rule = options.prefetch.in_forward if phase is Phase.FORWARD else options.prefetch.in_backward
+        return {Ahead.BEFORE_COMPUTE: 1, Ahead.AT_ONCE: sys.maxsize}.get(rule, 0)
+    return options.prefetch if isinstance(options.prefetch, int) else None
 
 
 def keep(forward: StepGraph, backward: StepGraph, options: FSDPOptions, *, whole: bool) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import sys
 import types
@@ -432,3 +433,15 @@ def source_prefixes(placeholder: fx.Node) -> list[str]:
 def keep_address(tensor: torch.Tensor) -> None:
     """Tells compilers that a tensor stays where it is: CUDA graphs need not copy it, and Dynamo does not guard it."""
     torch._dynamo.mark_static_address(tensor, guard=False)  # type: ignore[no-untyped-call, unused-ignore]
+
+
+def compile_in_place(module: nn.Module, **settings: Any) -> None:
+    """`module.compile(backend="fsdp")`, also of torch's own modules, whose code Dynamo leaves to Python otherwise."""
+    if is_of_torch(module):
+        module._compiled_call_impl = functools.partial(torch.compile(_call, backend="fsdp", **settings), module)
+    else:
+        module.compile(backend="fsdp", **settings)
+
+
+def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return module._call_impl(*args, **kwargs)

@@ -202,6 +202,7 @@ def _follow_changes(compiled: OptimizedModule) -> None:
         _follow_conversions(model)
         for unit in model.units:
             unit.follow()
+        model.pipeline.begin_forward()
         model.followed_in = call_of(compiled)
 
 
@@ -209,6 +210,7 @@ def _leave_call(compiled: OptimizedModule, *_: object) -> None:
     model = None if torch.compiler.is_compiling() else model_of(compiled._orig_mod)
     if model is not None:
         model.followed_in = None  # its frame holds inputs
+        model.pipeline.end_forward()
 
 
 # FSDP2's hooks.
@@ -286,8 +288,10 @@ def _begin(unit: Unit, module: nn.Module, args: Any, kwargs: Any, dtype: torch.d
         each.leave_hooks()
     # Checkpointing by module hooks repeats the forward as it was: by hooks only if hooks have run its backward so far.
     repeats = fsdp2.training_state(unit.state) is fsdp2.TrainingState.PRE_BACKWARD
-    if unit is unit.model.units[0] and unit.gatherer is not Gatherer.HOOKS:
-        _follow_conversions(unit.model)
+    if unit is unit.model.units[0]:
+        if unit.gatherer is not Gatherer.HOOKS:
+            _follow_conversions(unit.model)
+        unit.model.pipeline.begin_forward()
     if _watched.value and not repeats and not unit.only_hooks and unit.gatherer is not Gatherer.HOOKS:
         for each in unit.inner_units:
             each.follow()
@@ -302,6 +306,8 @@ def _begin(unit: Unit, module: nn.Module, args: Any, kwargs: Any, dtype: torch.d
 
 @torch.compiler.disable
 def _end(unit: Unit, hook: fsdp2.PostHook, module: nn.Module, args: Any, output: Any, dtype: torch.dtype | None) -> Any:
+    if unit is unit.model.units[0]:
+        unit.model.pipeline.end_forward()
     for each in unit.inner_units:
         output = each.end_given(output)
     if unit.gatherer is not Gatherer.HOOKS:

@@ -31,6 +31,7 @@ from fsdp_compile._torch.dynamo import call_of, is_on_stack, keep_sizes_fixed
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.fsdp2.module_class import deferred_units, refresh_reads, set_flat
 from fsdp_compile.fsdp2.param_group import ParamGroup
+from fsdp_compile.fsdp2.pipeline import Pipeline
 
 
 class Gatherer(enum.Enum):
@@ -48,12 +49,14 @@ class Model:
         root: The module of FSDP2's root state.
         units: In the order of FSDP2's states.
         followed_in: The call of a compiled root before which all units have followed their parameters.
+        pipeline: Collectives that run between its graphs.
     """
 
     def __init__(self, root: nn.Module) -> None:
         self._root = weakref.ref(root)
         self.units: list[Unit] = []
         self.followed_in: FrameType | None = None
+        self.pipeline = Pipeline()
         self._pending: set[ParamGroup] = set()
         self._ends_with: set[int] = set()
 

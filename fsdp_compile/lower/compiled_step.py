@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeAlias
@@ -19,6 +20,7 @@ from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.fsdp2 import edge
 from fsdp_compile.fsdp2.buffers import CastBuffer
 from fsdp_compile.fsdp2.param_group import ParamGroup
+from fsdp_compile.fsdp2.pipeline import Head, Tail, gathered, reduced
 from fsdp_compile.ir.graph import Phase, Record, Role, StepGraph, require, role_of
 from fsdp_compile.ir.queries import flat_of
 from fsdp_compile.layout.spec import GradPlacement, Update
@@ -45,6 +47,8 @@ class CompiledStep:
         unused: Of a backward: how it finds outputs that no rank uses, if that makes a difference.
         host_copies_from: Type of the device from which it copies gradients to the host; empty if it copies none.
         has_updates: Whether it runs optimizers, which may need autograd.
+        head: The all-gathers that were taken out of its beginning, if any.
+        tail: What was taken out of its end, if anything.
     """
 
     phase: Phase
@@ -56,6 +60,8 @@ class CompiledStep:
     unused: UnusedOutputs | None
     host_copies_from: str
     has_updates: bool
+    head: Head | None = None
+    tail: Tail | None = None
 
     @staticmethod
     def of(step: StepGraph, again: Collection[Hashable] = (), sources: Sources | None = None) -> CompiledStep:
@@ -86,13 +92,21 @@ class CompiledStep:
         def run(args: list[Any]) -> Any:
             batched = [i for i in self.tangents if isinstance(args[i], torch.Tensor) and is_batched(args[i])]
             if batched:
-                return self._one_by_one(run, args, batched)
+                return self._one_by_one(functools.partial(run_once, tail_waits=True), args, batched)
+            return run_once(args)
+
+        def run_once(args: list[Any], *, tail_waits: bool = False) -> Any:
             groups, produced = self.before(args)
             names = {self.flats[at]: group.unit.title for at, group in groups.items()}
             # Derivatives of collectives are written in Python, and would run at each call to no purpose.
-            with nullcontext() if self.has_updates else below_autograd(), ranges(self.calls, names):
+            with nullcontext() if self.has_updates else below_autograd():
                 try:
-                    outputs = compiled(args)
+                    if self.head is not None:
+                        args += gathered(self.head, groups, args)
+                    with ranges(self.calls, names):
+                        outputs = compiled(args)
+                    if self.tail is not None:
+                        outputs = reduced(self.tail, groups, outputs, now=tail_waits)
                 except RuntimeError as error:
                     self._refuse_lost_ranks(error, names)
                     raise

@@ -18,7 +18,7 @@ def compile_eagerly(gm: fx.GraphModule, inputs: Sequence[Any], region: Region) -
     """Makes a callable of a Dynamo graph that runs the transformed graphs; `region` receives the graphs."""
 
     def lower(gm: fx.GraphModule, _inputs: Sequence[Any], phase: Phase) -> Compiled:
-        return region.finish(gm, phase, lambda: boxed(fx.Interpreter(gm)))
+        return region.finish(gm, phase, lambda _: boxed(fx.Interpreter(gm)))
 
     def inference(gm: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
         region.inference(gm)

@@ -75,7 +75,8 @@ def compile_with_inductor(
         if not region.steps:
             region.inference(gm)
 
-        def compile_graph() -> Compiled:
+        def compile_graph(messages: Sequence[Any]) -> Compiled:
+            inputs = [*example_inputs, *messages]
             open_dequantize(gm.graph)
             call_lookups(gm.graph)
             write_before_waits(gm.graph)
@@ -84,8 +85,8 @@ def compile_with_inductor(
                 return compile_segments(gm, compile_segment)
             gm.recompile()  # caches look graphs up by their code
             planned = planned_calls(gm.graph)  # Inductor changes the graph
-            text = _text(gm, example_inputs, patches)
-            compiled = compile_once(text, lambda: compile_fx_inner(gm, example_inputs, **kwargs), patches)
+            text = _text(gm, inputs, patches)
+            compiled = compile_once(text, lambda: compile_fx_inner(gm, inputs, **kwargs), patches)
             compare(planned, getattr(compiled, "source_code", ""), phase.value)
             return compiled
 

@@ -16,6 +16,7 @@ from fsdp_compile.cost.memory import bytes_beside
 from fsdp_compile.errors import BudgetTooSmallError, FSDPCompileError
 from fsdp_compile.ir.graph import Phase, Record, StepGraph
 from fsdp_compile.lower.compiled_step import Compiled, CompiledStep, read_again
+from fsdp_compile.lower.graph_ends import take_head, take_tail
 from fsdp_compile.lower.progress import say, stage
 from fsdp_compile.lower.shared_plan import Compared, Follow, Graphs, Lines, collectives_of, lines_of, read_in
 from fsdp_compile.lower.unused_outputs import Sources, gradient_sources
@@ -35,6 +36,11 @@ def nothing(*_: object) -> None:
     """What callbacks do by default: nothing is kept unsharded, compared, shown or refused."""
 
 
+def nothing_ahead(_: Phase) -> int:
+    """Of a graph that is all of its model."""
+    return 0
+
+
 @dataclasses.dataclass
 class Region:
     """State of one compile.
@@ -50,6 +56,7 @@ class Region:
         keep: Chooses what stays unsharded from forward to backward where that was left open.
         number: Of the region among those of its model, for what is said while it compiles.
         may_recompute: Whether blocks are recomputed in backward where a budget does not hold their activations.
+        graphs_ahead: How many graphs of the model may gather while one of these runs; `None` for what fits.
         shares_code: Whether segments of graphs that are alike are lowered once.
         steps: The transformed graphs, forward first; empty until AOTAutograd has traced.
         recomputed: How many blocks they compute again.
@@ -64,6 +71,7 @@ class Region:
     keep: Keep = nothing
     number: int = 0
     may_recompute: bool = False
+    graphs_ahead: Callable[[Phase], int | None] = nothing_ahead
     shares_code: bool = False
     settle: Callable[[Graphs, Follow], None] = nothing
     may_follow: bool = False
@@ -173,12 +181,16 @@ class Region:
         place = 1 if phase is Phase.FORWARD else 2
         return f"region {self.number}: {doing} the {phase.value} graph ({place} of {graphs})"
 
-    def finish(self, gm: fx.GraphModule, phase: Phase, compile_graph: Callable[[], Compiled]) -> Compiled:
+    def finish(self, gm: fx.GraphModule, phase: Phase, compile_graph: Callable[[Sequence[Any]], Compiled]) -> Compiled:
         """Compiles a transformed graph and adds what has to run around it."""
         step = StepGraph(gm, phase)
         if phase is Phase.BACKWARD:
             release_gradients(step)
-        around = CompiledStep.of(step, self.again, self.sources if phase is Phase.BACKWARD else None)
         erase_markers(gm.graph)  # from then on it can be lowered
+        ahead = self.graphs_ahead(phase)
+        head = take_head(step, ahead) if ahead != 0 else None
+        tail = take_tail(step) if ahead != 0 and phase is Phase.BACKWARD else None
+        around = CompiledStep.of(step, self.again, self.sources if phase is Phase.BACKWARD else None)
+        around = dataclasses.replace(around, head=head, tail=tail)
         with stage(self._said("lowering", phase, len(self.steps))):
-            return around.around(compile_graph())
+            return around.around(compile_graph([] if head is None else head.messages))

@@ -1,0 +1,267 @@
+"""Collectives of one model that run between its compiled graphs: one graph for each block, say.
+
+    forward     graph of block 1       graph of block 2       graph of block 3
+    running     gather 2               gather 3               gather 4
+    backward    graph of block 3       graph of block 2       graph of block 1
+    running     gather 2               gather 1, reduce 3     reduce 2
+
+A graph that is about to run waits for its messages, and starts the gathers of the graphs that came after it in the step
+before: as many as fit into the memory of the largest one, and at least one. Where another graph comes, its messages are
+gathered when it is called, as in the first step. Gathers run ahead only within one forward of the root, or within one
+backward, since parameters may change in between.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from fsdp_compile._torch.autograd import after_this_backward, backward_in_progress
+from fsdp_compile._torch.distributed import collectives
+from fsdp_compile.layout.profiler_ranges import Range, profiled
+
+if TYPE_CHECKING:
+    from fsdp_compile.fsdp2.param_group import ParamGroup
+
+_LOGGER: Final = logging.getLogger("fsdp_compile.progress")
+
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """The all-gathers at the beginning of a graph. Heads with the same code are equal.
+
+    Attributes:
+        code: Of `start`.
+        start: Takes flat tensors, returns running all-gathers.
+        flats: Positions of these flat tensors among the inputs of the graph.
+        messages: Stand-ins of the gathered messages, which the graph takes after its own inputs.
+        ahead: How many graphs ahead of it may gather; `None` for what fits into the memory of the largest.
+    """
+
+    code: str
+    start: Callable[..., Sequence[torch.Tensor]] = dataclasses.field(compare=False)
+    flats: tuple[int, ...] = dataclasses.field(compare=False)
+    messages: Sequence[torch.Tensor] = dataclasses.field(compare=False)
+    ahead: int | None = dataclasses.field(compare=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the gathered messages."""
+        return sum(message.numel() * message.element_size() for message in self.messages)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Tail:
+    """What follows the reductions at the end of a backward.
+
+    Attributes:
+        stages: Each waits for what the one before has returned, the first for what the graph has; the last returns
+            gradients of flat tensors, others what runs.
+        running: How many running reductions the graph returns after its own outputs.
+        outputs: Positions of the gradients among the outputs of the graph.
+        flats: Positions of the flat tensors among its inputs.
+        zeros: What stands for each gradient on its way through autograd: without memory, and adding it changes no bit.
+    """
+
+    stages: tuple[Callable[..., Sequence[torch.Tensor]], ...]
+    running: int
+    outputs: tuple[int, ...]
+    flats: tuple[int, ...]
+    zeros: tuple[torch.Tensor, ...]
+
+
+class Reduction:
+    """Gradients of one graph whose reductions run."""
+
+    def __init__(self, tail: Tail, running: Sequence[torch.Tensor], units: Sequence[str]) -> None:
+        self._stages = list(tail.stages)
+        self._values = running
+        self._units = units
+
+    def advance(self) -> None:
+        """Waits for what runs, and starts the next stage, if there is one."""
+        if self._stages:
+            with profiled(Range.REDUCE_WAIT, self._units):
+                self._values = self._stages.pop(0)(*self._values)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing of it runs."""
+        return not self._stages
+
+    def finish(self) -> Sequence[torch.Tensor]:
+        """Waits for all stages; returns the gradients."""
+        while self._stages:
+            self.advance()
+        return self._values
+
+
+_Call = tuple[Head, tuple["ParamGroup", ...]]
+
+
+class Pipeline:
+    """The gathers that run ahead of the graphs of one model, and the reductions that run on after them."""
+
+    def __init__(self) -> None:
+        self._ahead: dict[_Call, tuple[Sequence[torch.Tensor], Sequence[int]]] = {}
+        self._following: dict[tuple[bool, _Call], _Call] = {}
+        self._last: _Call | None = None
+        self._largest = 0
+        self._is_in_forward = False
+        self._task = -1
+        self._running: list[Reduction] = []
+        self._arriving: dict[ParamGroup, tuple[Reduction, int]] = {}
+        self._told = False
+
+    def begin_forward(self) -> None:
+        """Before a forward of the root: what an earlier one has left is of old parameters."""
+        self._drop()
+        self._is_in_forward = True
+
+    def end_forward(self) -> None:
+        """After a forward of the root."""
+        self._drop()
+        self._is_in_forward = False
+
+    def gathered(self, call: _Call) -> list[torch.Tensor]:
+        """The gathered messages of a graph that is about to run; starts those of the graphs that follow it."""
+        is_backward = self._follow_backward()
+        if is_backward or self._is_in_forward:
+            self._note_order(is_backward, call)
+        running, versions = self._ahead.pop(call, ((), ()))
+        if list(versions) != _versions(call):
+            running = _start(call)
+        self._start_ahead(is_backward, call, running)
+        with profiled(Range.ALL_GATHER_COPY_OUT, [call[1][0].title]):
+            return [collectives.wait_tensor(each) for each in running]
+
+    def _note_order(self, is_backward: bool, call: _Call) -> None:  # noqa: FBT001
+        if self._last is not None:
+            known = self._following.get((is_backward, self._last))
+            if known not in (None, call) and not self._told:
+                self._told = True
+                _LOGGER.info("unit %s: another graph than in the step before; it gathers when it is called", call[1][0].title)
+            self._following[is_backward, self._last] = call
+        self._last = call
+        self._largest = max(self._largest, call[0].nbytes)
+
+    def _start_ahead(self, is_backward: bool, call: _Call, running: Sequence[torch.Tensor]) -> None:  # noqa: FBT001
+        expected = list(self._expected(is_backward, call))
+        for other in [other for other in self._ahead if other not in expected]:
+            self._drop_one(other)
+        for other in expected:
+            if other == call:  # the same parameters again, as where a checkpointed block is recomputed: one gather
+                self._ahead[call] = running, _versions(call)
+            elif other not in self._ahead:
+                self._ahead[other] = _start(other), _versions(other)
+
+    def _expected(self, is_backward: bool, call: _Call) -> Iterator[_Call]:  # noqa: FBT001
+        """The calls that may gather while `call` computes."""
+        nbytes, count, limit = 0, 0, call[0].ahead
+        seen = {call}
+        following = self._following.get((is_backward, call)) if self._last == call else None
+        while following is not None:
+            nbytes, count = nbytes + following[0].nbytes, count + 1
+            if count > 1 and (nbytes > self._largest if limit is None else count > limit):
+                return
+            yield following
+            if following in seen:
+                return
+            seen.add(following)
+            following = self._following.get((is_backward, following))
+
+    def reduced(self, tail: Tail, groups: Sequence[ParamGroup], reduction: Reduction) -> list[torch.Tensor]:
+        """What goes through autograd for gradients whose reductions run; those of earlier graphs get on."""
+        self._follow_backward()
+        given = []
+        for number, (group, zeros) in enumerate(zip(groups, tail.zeros, strict=True)):
+            # Of another graph that reads the unit: autograd adds what they give.
+            earlier = self._arriving.get(group)
+            given.append(zeros if earlier is None else earlier[0].finish()[earlier[1]])
+            self._arriving[group] = reduction, number
+        for earlier_one in self._running:
+            earlier_one.advance()
+        self._running = [*(one for one in self._running if not one.is_done), reduction]
+        return given
+
+    def arrived(self, group: ParamGroup, gradient: torch.Tensor) -> torch.Tensor:
+        """The gradient of a group, where `gradient` has come through autograd."""
+        if group not in self._arriving:
+            return gradient
+        reduction, number = self._arriving.pop(group)
+        last = reduction.finish()[number]
+        return last if gradient.stride() == (0,) else gradient + last
+
+    def _follow_backward(self) -> bool:
+        """Whether a backward runs."""
+        task = backward_in_progress()
+        if task not in (-1, self._task):
+            self._drop()
+            self._task = task
+            after_this_backward(self._end_backward)
+        return task != -1
+
+    def _end_backward(self) -> None:
+        for reduction in self._running:
+            reduction.finish()
+        self._running, self._arriving, self._task = [], {}, -1
+        self._drop()
+
+    def _drop(self) -> None:
+        self._last = None
+        for call in list(self._ahead):
+            self._drop_one(call)
+
+    def _drop_one(self, call: _Call) -> None:
+        for each in self._ahead.pop(call)[0]:
+            collectives.wait_tensor(each)
+
+
+def gathered(head: Head, groups: Mapping[int, ParamGroup], args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The gathered messages of a graph that is about to run.
+
+    Args:
+        head: Of the graph.
+        groups: By the positions of their flat tensors among its inputs.
+        args: These inputs.
+    """
+    if any(at not in groups for at in head.flats):  # copies of flat tensors, which hooks on saved tensors have made
+        return [collectives.wait_tensor(each) for each in head.start(*(args[at] for at in head.flats))]
+    of_head = tuple(groups[at] for at in head.flats)
+    return of_head[0].unit.model.pipeline.gathered((head, of_head))
+
+
+def reduced(tail: Tail, groups: Mapping[int, ParamGroup], outputs: Sequence[Any], *, now: bool) -> list[Any]:
+    """The outputs of a backward that has returned running reductions after its own outputs.
+
+    Args:
+        tail: Of the graph.
+        groups: By the positions of their flat tensors among its inputs.
+        outputs: Of the graph.
+        now: Whether to wait for the reductions.
+    """
+    own = len(outputs) - tail.running
+    titles = [groups[at].title for at in tail.flats if at in groups]
+    reduction, made = Reduction(tail, outputs[own:], titles), list(outputs[:own])
+    if now or any(at not in groups for at in tail.flats):
+        gradients = reduction.finish()
+    else:
+        of_tail = [groups[at] for at in tail.flats]
+        gradients = of_tail[0].unit.model.pipeline.reduced(tail, of_tail, reduction)
+    for output, gradient in zip(tail.outputs, gradients, strict=True):
+        made[output] = gradient
+    return made
+
+
+def _start(call: _Call) -> Sequence[torch.Tensor]:
+    head, groups = call
+    with profiled(Range.ALL_GATHER, [group.title for group in groups]):
+        return head.start(*(group.flat for group in groups))
+
+
+def _versions(call: _Call) -> list[int]:
+    return [group.flat._version for group in call[1]]

@@ -1,0 +1,148 @@
+"""The collectives at the ends of a graph, taken out of it so that they run while graphs of other units compute.
+
+A graph of one block could overlap its all-gather with nothing, since all that it computes needs the parameters:
+
+    planned     cast, all_gather, wait, compute, reduce_scatter, wait, divide
+    head        cast, all_gather                        may run before the graph of the block before has computed
+    graph              wait(running), compute, reduce_scatter
+    tail                                               wait, divide         runs after the next graph has computed
+
+The graph takes gathered messages as its last inputs, and returns running reductions as its last outputs. Head and
+tail are graphs of their own, which run operator by operator (`fsdp2/pipeline.py` says when).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fsdp_compile._torch.dynamo import LazyGraphModule
+from fsdp_compile.fsdp2.pipeline import Head, Tail
+from fsdp_compile.ir.graph import SENT, Role, StepGraph, require, role_of
+from fsdp_compile.ir.queries import flat_of
+
+_HEAD = frozenset({*SENT, Role.GATHER, Role.GATHER_ITEM})
+_TAIL = frozenset(
+    {
+        Role.REDUCE_WAIT,
+        Role.REPLICATE,
+        Role.REPLICATE_ITEM,
+        Role.REPLICATE_WAIT,
+        Role.SHARD_GRADIENT,
+        Role.OFFLOAD_OUT,
+        Role.OFFLOAD_OUT_WAIT,
+        Role.FLAT_GRADIENT,
+    }
+)
+
+
+def take_head(step: StepGraph, ahead: int | None) -> Head | None:
+    """Takes the all-gathers of the first unit out of a graph, which takes their messages as further inputs.
+
+    Args:
+        step: A planned graph; changed.
+        ahead: How many graphs ahead of it may gather.
+
+    Returns:
+        `None` if it has none, or if they gather what the graph, and not a parameter group, has.
+    """
+    first = next(step.nodes(Role.GATHER), None)
+    if first is None:
+        return None
+    units = set(require(first).units)
+    waits = [node for node in step.nodes(Role.GATHER_WAIT) if units & set(require(node).units)]
+    running = [wait.all_input_nodes[0] for wait in waits]
+    taken = _with_sources(running)
+    inputs = step.graph.find_nodes(op="placeholder")
+    flats = [node for node in inputs if node in taken]
+    if any(role_of(node) not in _HEAD for node in taken.difference(flats)) or any(
+        role_of(node) is not Role.FLAT for node in flats
+    ):
+        return None
+    start = _graph_of(step, flats, [node for node in step.graph.nodes if node in taken], running)
+    last = inputs[-1]
+    for number, wait in enumerate(waits):
+        with step.graph.inserting_after(last):
+            last = step.graph.placeholder(f"gathered_{number}")
+        last.meta.update(wait.meta)
+        wait.replace_all_uses_with(last)
+        step.graph.erase_node(wait)
+    for node in reversed(list(step.graph.nodes)):
+        if node in taken and node.op != "placeholder" and not node.users:
+            step.graph.erase_node(node)
+    positions = tuple(place for place, node in enumerate(inputs) if node in taken)
+    return Head(start.code, start, positions, [wait.meta["val"] for wait in waits], ahead)
+
+
+def take_tail(step: StepGraph) -> Tail | None:
+    """Takes what follows the last unit's reductions out of a backward, which returns them while they run.
+
+    Args:
+        step: A planned backward; changed.
+
+    Returns:
+        `None` if there are none, or if something else than gradients of parameter groups depends on them.
+    """
+    waits = list(step.nodes(Role.REDUCE_WAIT))
+    if not waits:
+        return None
+    units = set(require(waits[-1]).units)
+    taken: dict[fx.Node, int] = {}
+    """Nodes with the number of their stage."""
+    for node in step.graph.nodes:
+        before = [taken[source] for source in node.all_input_nodes if source in taken]
+        if node.op == "output" or not (before or (node in waits and units & set(require(node).units))):
+            continue
+        if role_of(node) not in _TAIL:
+            return None
+        taken[node] = max(before, default=0) + (role_of(node) is Role.REPLICATE_WAIT)
+    results: list[Any] = list(step.output.args[0])  # type: ignore[arg-type]
+    outputs = [i for i, node in enumerate(results) if node in taken]
+    gradients = [results[i] for i in outputs]
+    running = list(dict.fromkeys(source for node in taken for source in node.all_input_nodes if source not in taken))
+    inputs = step.graph.find_nodes(op="placeholder")
+    if any(role_of(node) is not Role.FLAT_GRADIENT for node in gradients) or not set(inputs).isdisjoint(running):
+        return None
+    stages = []
+    given = running
+    for number in range(max(taken.values()) + 1):
+        own = [node for node, stage in taken.items() if stage == number]
+        later = [source for node, stage in taken.items() if stage > number for source in node.all_input_nodes]
+        made = dict.fromkeys(node for node in (*later, *gradients) if node in given or node in own)
+        stages.append(_graph_of(step, given, own, list(made) if later else gradients))
+        given = list(made)
+    place = {flat_of(require(node)): i for i, node in enumerate(inputs) if role_of(node) is Role.FLAT}
+    zeros = tuple(torch.full((), -0.0, dtype=v.dtype, device=v.device).expand(v.shape) for v in (node.meta["val"] for node in gradients))
+    step.output.args = ((*(None if i in outputs else node for i, node in enumerate(results)), *running),)
+    for node in reversed(taken):
+        step.graph.erase_node(node)
+    return Tail(tuple(stages), len(running), tuple(outputs), tuple(place[flat_of(require(n))] for n in gradients), zeros)
+
+
+def _with_sources(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Some nodes, and everything that they are computed from."""
+    found: set[fx.Node] = set()
+    todo = list(nodes)
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo += node.all_input_nodes
+    return found
+
+
+def _graph_of(
+    step: StepGraph, inputs: Sequence[fx.Node], nodes: Iterable[fx.Node], results: Iterable[fx.Node]
+) -> fx.GraphModule:
+    """A graph of some nodes of another, whose code says nothing of their names."""
+    graph = fx.Graph()
+    copies = {node: graph.placeholder(f"given_{number}") for number, node in enumerate(inputs)}
+    for node in nodes:
+        if node not in copies:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
+            copies[node] = graph.create_node(node.op, node.target, args, kwargs)
+    graph.output(tuple(copies[node] for node in results))
+    return LazyGraphModule(step.gm, graph)
