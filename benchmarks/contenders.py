@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 
 import fsdp_compile
-from fsdp_compile.capture.blocks import compile_blocks
 from benchmarks.bound import Held
 
 
@@ -130,13 +129,6 @@ def ours(model: nn.Module, setup: Setup) -> Any:
     return torch.compile(model, backend="fsdp", options=dict(setup.options))
 
 
-def ours_by_blocks(model: nn.Module, setup: Setup) -> Any:
-    """`fsdp_compile.compile_blocks`."""
-    kept = setup.reshard_after_forward
-    fsdp_compile.fully_shard(model, mesh=mesh_of(setup), mp_policy=setup.policy, reshard_after_forward=kept)
-    return compile_blocks(model, options=dict(setup.options))
-
-
 class _Gather(nn.Module):
     def __init__(self, dtype: torch.dtype | None) -> None:
         super().__init__()
@@ -178,7 +170,10 @@ _CUDA_GRAPHS = {"inductor": {"triton.cudagraphs": True}}
 UNSHARDED = Contender("unsharded", "plain torch.compile: the compute alone", unsharded, Held.WHOLE)
 OURS = Contender("fsdp_compile", 'torch.compile(backend="fsdp")', ours, Held.TWO)
 OURS_BLOCKS = Contender(
-    "fsdp_compile_blocks", "fsdp_compile.compile_blocks: one compile for like blocks", ours_by_blocks, Held.TWO
+    "fsdp_compile_blocks",
+    'options={"regions": "blocks"}: one compile for like blocks',
+    lambda model, setup: ours(model, dataclasses.replace(setup, options={**setup.options, "regions": "blocks"})),
+    Held.TWO,
 )
 OURS_SHARDED = Contender(
     "fsdp_compile_sharded_embedding",

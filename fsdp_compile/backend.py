@@ -62,6 +62,7 @@ def fsdp(
     settings = _settings_of(checked, mode)
     unaveraged.refuse_plain(gm, example_inputs)
     plain.refuse_unused_sharding(example_inputs, checked)
+    plain.refuse_unused_regions(example_inputs, checked)
     leave_functional_call(gm)
     refuse_writes(gm, example_inputs)
     take_reads_out(gm)

@@ -48,6 +48,9 @@ class FSDPOptions:
     Attributes:
         lower: "inductor" for fused kernels; "eager" to run the transformed graphs operator by operator, the
             reference for bitwise parity.
+        regions: "whole" compiles a model as few graphs; "blocks" each of its units below the root by itself, so that
+            like blocks share one compile, and leaves the root's own code to Python. Graphs of units gather ahead of one
+            another, in the order of the step before.
         prefetch: "auto" plans by a model of `hardware` when each all-gather starts and when each reduction is waited
             for. A number fixes how many buckets ahead an all-gather starts, in forward and backward: 0 starts each
             where it is needed and waits for each reduction at once, which takes the least memory; each step more has
@@ -96,6 +99,7 @@ class FSDPOptions:
     """
 
     lower: Literal["inductor", "eager"] = "inductor"
+    regions: Literal["whole", "blocks"] = "whole"
     prefetch: int | str | FSDPPrefetch | BackwardPrefetch = "auto"
     memory_budget_gb: float | None = None
     activations: Literal["auto", "saved"] = "auto"
@@ -120,6 +124,8 @@ class FSDPOptions:
     def __post_init__(self) -> None:
         if self.lower not in ("inductor", "eager"):
             raise bad_option("lower", self.lower, '"inductor" or "eager"')
+        if self.regions not in ("whole", "blocks"):
+            raise bad_option("regions", self.regions, '"whole" or "blocks"')
         if self.reduce_layout not in tuple(ReduceLayout):
             raise bad_option("reduce_layout", self.reduce_layout, '"aligned" or "fsdp2"')
         if self.activations not in ("auto", "saved"):

@@ -7,7 +7,7 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NamedTuple
@@ -287,6 +287,18 @@ def is_of_torch(module: nn.Module) -> bool:
     return bool(trace_rules.check(module.forward))
 
 
+def compile_parts_instead(compiled: OptimizedModule, parts: Iterable[nn.Module]) -> None:
+    """Compiles parts of a module with the settings that it was compiled with, and leaves the module to Python."""
+    for part in parts:
+        part._compiled_call_impl = functools.partial(compiled.dynamo_ctx(_call), part)  # type: ignore[assignment]
+    compiled.forward = compiled._orig_mod.__call__
+
+
+def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    # Dynamo starts no graph in the code of torch's own modules, but follows calls of it.
+    return module._call_impl(*args, **kwargs)
+
+
 @dataclasses.dataclass(frozen=True)
 class FrameToCompile:
     """A frame that Dynamo is about to compile.
@@ -433,15 +445,3 @@ def source_prefixes(placeholder: fx.Node) -> list[str]:
 def keep_address(tensor: torch.Tensor) -> None:
     """Tells compilers that a tensor stays where it is: CUDA graphs need not copy it, and Dynamo does not guard it."""
     torch._dynamo.mark_static_address(tensor, guard=False)  # type: ignore[no-untyped-call, unused-ignore]
-
-
-def compile_in_place(module: nn.Module, **settings: Any) -> None:
-    """`module.compile(backend="fsdp")`, also of torch's own modules, whose code Dynamo leaves to Python otherwise."""
-    if is_of_torch(module):
-        module._compiled_call_impl = functools.partial(torch.compile(_call, backend="fsdp", **settings), module)
-    else:
-        module.compile(backend="fsdp", **settings)
-
-
-def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return module._call_impl(*args, **kwargs)

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import functools
 import types
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +29,8 @@ from fsdp_compile._torch.dynamo import (
     OptimizedModule,
     after_each_compile_of_a_module,
     call_of,
+    compile_parts_instead,
+    given_backend,
     is_of_torch,
     skip_code,
 )
@@ -56,6 +60,10 @@ from fsdp_compile.sharding.fully_shard import fully_shard
 from fsdp_compile.sharding.params import refuse_params
 
 
+_in_blocks: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Compiled models whose blocks are compiled one by one."""
+
+
 def watch(backend: Callable[..., Any]) -> None:
     """Shards what is compiled for a backend at its first call; the backend's module calls this when it is imported."""
 
@@ -79,13 +87,38 @@ def _shard_first(compiled: OptimizedModule, _args: Any) -> None:
 
 @torch.compiler.disable
 def _begin(compiled: OptimizedModule) -> None:
-    shard_now(compiled._orig_mod)
+    model = compiled._orig_mod
+    shard_now(model)
+    if FSDPOptions.from_dict(given_backend(compiled.dynamo_ctx).options).regions == "blocks":
+        compile_parts_instead(compiled, _blocks(model))
+        _in_blocks.add(model)
     hooks = compiled._forward_pre_hooks
     for key in [key for key, hook in hooks.items() if hook is _shard_first]:
         del hooks[key]
 
 
 skip_code(_shard_first.__code__)
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """The outermost units below the root, but for those that share parameters: FSDP2 reduces their gradients once."""
+    found: list[nn.Module] = []
+    todo = [*model.children()]
+    while todo:
+        module = todo.pop(0)
+        if fsdp2.state_of(module) is None:
+            todo[:0] = module.children()
+        else:
+            found.append(module)
+    shared = Counter(id(parameter) for module in dict.fromkeys(found) for parameter in module.parameters())
+    alone = [module for module in dict.fromkeys(found) if all(shared[id(p)] == 1 for p in module.parameters())]
+    if not alone:
+        raise ConfigError(
+            "the model has no unit below its root that could be compiled by itself",
+            where=f"options={{'regions': 'blocks'}}, {type(model).__name__}",
+            instead="fully_shard() for each block before fully_shard(model), or 'regions': 'whole'",
+        )
+    return alone
 
 
 def shard_now(module: nn.Module) -> bool:
@@ -233,6 +266,24 @@ def refuse_unused_sharding(inputs: Sequence[object], options: FSDPOptions) -> No
                     instead=f"fully_shard(model, {name}=...) and no such option; or the same one in all compiles of a "
                     "plain model, of which the first call shards it",
                 )
+
+
+def refuse_unused_regions(inputs: Sequence[object], options: FSDPOptions) -> None:
+    """Refuses `regions="blocks"` where `torch.compile` was not given a model, which it would divide.
+
+    Raises:
+        ConfigError: For such a graph.
+    """
+    if options.regions == "blocks":
+        divided = {module for model in _in_blocks for module in model.modules()}
+        models = {group.unit.model for value in inputs if (group := ParamGroup.of(value)) is not None}
+        if any(model.root not in divided for model in models):
+            raise ConfigError(
+                "blocks are compiled one by one by torch.compile(model), and this is a function or an in-place compile",
+                where="options={'regions': 'blocks'}",
+                instead="torch.compile(model, backend='fsdp', options={'regions': 'blocks'}), or block.compile() for "
+                "each block without this option",
+            )
 
 
 def _same(one: object, other: object) -> bool:

@@ -64,14 +64,12 @@ class Tail:
         running: How many running reductions the graph returns after its own outputs.
         outputs: Positions of the gradients among the outputs of the graph.
         flats: Positions of the flat tensors among its inputs.
-        zeros: What stands for each gradient on its way through autograd: without memory, and adding it changes no bit.
     """
 
     stages: tuple[Callable[..., Sequence[torch.Tensor]], ...]
     running: int
     outputs: tuple[int, ...]
     flats: tuple[int, ...]
-    zeros: tuple[torch.Tensor, ...]
 
 
 class Reduction:
@@ -174,13 +172,14 @@ class Pipeline:
             seen.add(following)
             following = self._following.get((is_backward, following))
 
-    def reduced(self, tail: Tail, groups: Sequence[ParamGroup], reduction: Reduction) -> list[torch.Tensor]:
+    def reduced(self, groups: Sequence[ParamGroup], reduction: Reduction) -> list[torch.Tensor]:
         """What goes through autograd for gradients whose reductions run; those of earlier graphs get on."""
         self._follow_backward()
         given = []
-        for number, (group, zeros) in enumerate(zip(groups, tail.zeros, strict=True)):
-            # Of another graph that reads the unit: autograd adds what they give.
+        for number, group in enumerate(groups):
+            # Of another graph that reads the unit: autograd adds what they give, and -0.0 changes no bit.
             earlier = self._arriving.get(group)
+            zeros = group.flat.new_full((), -0.0).expand_as(group.flat)
             given.append(zeros if earlier is None else earlier[0].finish()[earlier[1]])
             self._arriving[group] = reduction, number
         for earlier_one in self._running:
@@ -251,7 +250,7 @@ def reduced(tail: Tail, groups: Mapping[int, ParamGroup], outputs: Sequence[Any]
         gradients = reduction.finish()
     else:
         of_tail = [groups[at] for at in tail.flats]
-        gradients = of_tail[0].unit.model.pipeline.reduced(tail, of_tail, reduction)
+        gradients = of_tail[0].unit.model.pipeline.reduced(of_tail, reduction)
     for output, gradient in zip(tail.outputs, gradients, strict=True):
         made[output] = gradient
     return made

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import fx
 
 from fsdp_compile._torch.dynamo import LazyGraphModule
@@ -115,11 +114,10 @@ def take_tail(step: StepGraph) -> Tail | None:
         stages.append(_graph_of(step, given, own, list(made) if later else gradients))
         given = list(made)
     place = {flat_of(require(node)): i for i, node in enumerate(inputs) if role_of(node) is Role.FLAT}
-    zeros = tuple(torch.full((), -0.0, dtype=v.dtype, device=v.device).expand(v.shape) for v in (node.meta["val"] for node in gradients))
     step.output.args = ((*(None if i in outputs else node for i, node in enumerate(results)), *running),)
     for node in reversed(taken):
         step.graph.erase_node(node)
-    return Tail(tuple(stages), len(running), tuple(outputs), tuple(place[flat_of(require(n))] for n in gradients), zeros)
+    return Tail(tuple(stages), len(running), tuple(outputs), tuple(place[flat_of(require(n))] for n in gradients))
 
 
 def _with_sources(nodes: Iterable[fx.Node]) -> set[fx.Node]:

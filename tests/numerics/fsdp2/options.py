@@ -69,6 +69,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 """Arguments of `fully_shard`, which are options for a plain model."""
 OPTIONS: dict[str, dict[str, Any]] = {
+    "regions": {"whole": "whole", "one by one": "blocks"},
     "prefetch": {"auto": "auto", "0": 0, "2": 2, "FSDP1": "BACKWARD_PRE+forward_prefetch", "none": "none"},
     "memory_budget_gb": {"none": None, "1 GB": 1.0},
     "activations": {"auto": "auto", "saved": "saved"},
@@ -109,6 +110,8 @@ REFUSED: list[tuple[str, Collection[str], str, Collection[str], str]] = [
     ("layout", {"plain", "tied, plain"}, "form", {"in place", "blocks", "function", "step"}, _AVERAGED),
     ("layout", {"tied", "tied, plain"}, "embedding", {"sharded"}, "its weight is read in other ways"),
     ("memory_budget_gb", {"1 GB"}, "form", {"blocks"}, "the graph is a part of its model"),
+    ("memory_budget_gb", {"1 GB"}, "regions", {"one by one"}, "the graph is a part of its model"),
+    ("regions", {"one by one"}, "form", {"in place", "blocks", "function", "step"}, "blocks are compiled one by one by"),
 ]
 """Values of one axis that contradict those of another one, and what the error says."""
 
