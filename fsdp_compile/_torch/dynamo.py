@@ -287,16 +287,34 @@ def is_of_torch(module: nn.Module) -> bool:
     return bool(trace_rules.check(module.forward))
 
 
+def before_first_call(compiled: OptimizedModule, prepare: Callable[[OptimizedModule], None]) -> None:
+    """Calls a function before what a compiled module is called with first reaches it, or any hook of it."""
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        del vars(compiled)["_compiled_call_impl"]
+        prepare(compiled)
+        return compiled._call_impl(*args, **kwargs)
+
+    vars(compiled)["_compiled_call_impl"] = called
+
+
 def compile_parts_instead(compiled: OptimizedModule, parts: Iterable[nn.Module]) -> None:
     """Compiles parts of a module with the settings that it was compiled with, and leaves the module to Python."""
     for part in parts:
-        part._compiled_call_impl = functools.partial(compiled.dynamo_ctx(_call), part)  # type: ignore[assignment]
-    compiled.forward = compiled._orig_mod.__call__
+        call = compiled.dynamo_ctx(_call_of(type(part)))
+        part._compiled_call_impl = functools.partial(call, part)  # type: ignore[assignment]
+    vars(compiled)["forward"] = compiled._orig_mod.__call__
 
 
-def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     # Dynamo starts no graph in the code of torch's own modules, but follows calls of it.
-    return module._call_impl(*args, **kwargs)
+    return self._call_impl(*args, **kwargs)
+
+
+@functools.cache
+def _call_of(kind: type) -> Callable[..., Any]:
+    """`_call` for the modules of a class: Dynamo counts compiles by code object."""
+    return types.FunctionType(_call.__code__.replace(co_name=f"call_{kind.__name__}"), globals())
 
 
 @dataclasses.dataclass(frozen=True)

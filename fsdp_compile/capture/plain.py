@@ -28,9 +28,9 @@ from fsdp_compile._torch.dynamo import (
     FrameToCompile,
     OptimizedModule,
     after_each_compile_of_a_module,
+    before_first_call,
     call_of,
     compile_parts_instead,
-    given_backend,
     is_of_torch,
     skip_code,
 )
@@ -59,7 +59,6 @@ from fsdp_compile.options import FSDPOptions
 from fsdp_compile.sharding.fully_shard import fully_shard
 from fsdp_compile.sharding.params import refuse_params
 
-
 _in_blocks: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Compiled models whose blocks are compiled one by one."""
 
@@ -70,7 +69,9 @@ def watch(backend: Callable[..., Any]) -> None:
     def wrapped(compiled: OptimizedModule, module: nn.Module, options: Mapping[str, Any] | None) -> None:
         waiting.setdefault(module, options)
         compiled.register_forward_pre_hook(_shard_first, prepend=True)
-        if is_of_torch(module):
+        if _regions_of(options) == "blocks":
+            before_first_call(compiled, _divide)
+        elif is_of_torch(module):
             watch_calls(compiled)
 
     after_each_compile_of_a_module(backend, wrapped)
@@ -87,17 +88,25 @@ def _shard_first(compiled: OptimizedModule, _args: Any) -> None:
 
 @torch.compiler.disable
 def _begin(compiled: OptimizedModule) -> None:
-    model = compiled._orig_mod
-    shard_now(model)
-    if FSDPOptions.from_dict(given_backend(compiled.dynamo_ctx).options).regions == "blocks":
-        compile_parts_instead(compiled, _blocks(model))
-        _in_blocks.add(model)
+    shard_now(compiled._orig_mod)
     hooks = compiled._forward_pre_hooks
     for key in [key for key, hook in hooks.items() if hook is _shard_first]:
         del hooks[key]
 
 
 skip_code(_shard_first.__code__)
+
+
+def _regions_of(options: Mapping[str, Any] | FSDPOptions | None) -> object:
+    return options.regions if isinstance(options, FSDPOptions) else (options or {}).get("regions")
+
+
+@torch.compiler.disable
+def _divide(compiled: OptimizedModule) -> None:
+    """Shards a model that is about to be called first, and compiles its blocks in its place."""
+    shard_now(compiled._orig_mod)
+    compile_parts_instead(compiled, _blocks(compiled._orig_mod))
+    _in_blocks.add(compiled._orig_mod)
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:

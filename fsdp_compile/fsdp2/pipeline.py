@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -101,76 +101,96 @@ class Reduction:
 _Call = tuple[Head, tuple["ParamGroup", ...]]
 
 
+class _Order:
+    """The calls of one forward of the root, or of one backward, in their order."""
+
+    def __init__(self) -> None:
+        self._expected: list[_Call] = []
+        self._seen: list[_Call] = []
+        self._place = 0
+
+    def follow(self, call: _Call) -> bool:
+        """Notes a call; returns whether it is the one that was expected."""
+        expected = self._expected[self._place : self._place + 1] in ([], [call])
+        self._seen.append(call)
+        try:  # calls in between are left out
+            self._place = self._expected.index(call, self._place) + 1
+        except ValueError:
+            self._place = len(self._expected)
+        return expected
+
+    @property
+    def next(self) -> Sequence[_Call]:
+        """The calls that are expected from here on."""
+        return self._expected[self._place :]
+
+    def end(self, *, keep: bool) -> None:
+        """Expects the calls that were seen the next time, if `keep`."""
+        if keep and self._seen:
+            self._expected = self._seen
+        self._seen, self._place = [], 0
+
+
 class Pipeline:
     """The gathers that run ahead of the graphs of one model, and the reductions that run on after them."""
 
     def __init__(self) -> None:
+        self._forward, self._backward = _Order(), _Order()
         self._ahead: dict[_Call, tuple[Sequence[torch.Tensor], Sequence[int]]] = {}
-        self._following: dict[tuple[bool, _Call], _Call] = {}
-        self._last: _Call | None = None
         self._largest = 0
         self._is_in_forward = False
         self._task = -1
         self._running: list[Reduction] = []
         self._arriving: dict[ParamGroup, tuple[Reduction, int]] = {}
-        self._told = False
+        self._has_told = False
 
     def begin_forward(self) -> None:
         """Before a forward of the root: what an earlier one has left is of old parameters."""
-        self._drop()
+        self._drop_all()
+        self._forward.end(keep=False)
         self._is_in_forward = True
 
     def end_forward(self) -> None:
         """After a forward of the root."""
-        self._drop()
+        self._drop_all()
+        self._forward.end(keep=True)
         self._is_in_forward = False
 
     def gathered(self, call: _Call) -> list[torch.Tensor]:
         """The gathered messages of a graph that is about to run; starts those of the graphs that follow it."""
-        is_backward = self._follow_backward()
-        if is_backward or self._is_in_forward:
-            self._note_order(is_backward, call)
+        expected: list[_Call] = []
+        if self._follow_backward():
+            expected = self._expected_after(call, self._backward)
+        elif self._is_in_forward:
+            expected = self._expected_after(call, self._forward)
         running, versions = self._ahead.pop(call, ((), ()))
         if list(versions) != _versions(call):
             running = _start(call)
-        self._start_ahead(is_backward, call, running)
-        with profiled(Range.ALL_GATHER_COPY_OUT, [call[1][0].title]):
-            return [collectives.wait_tensor(each) for each in running]
-
-    def _note_order(self, is_backward: bool, call: _Call) -> None:  # noqa: FBT001
-        if self._last is not None:
-            known = self._following.get((is_backward, self._last))
-            if known not in (None, call) and not self._told:
-                self._told = True
-                _LOGGER.info("unit %s: another graph than in the step before; it gathers when it is called", call[1][0].title)
-            self._following[is_backward, self._last] = call
-        self._last = call
-        self._largest = max(self._largest, call[0].nbytes)
-
-    def _start_ahead(self, is_backward: bool, call: _Call, running: Sequence[torch.Tensor]) -> None:  # noqa: FBT001
-        expected = list(self._expected(is_backward, call))
         for other in [other for other in self._ahead if other not in expected]:
-            self._drop_one(other)
+            self._drop(other)
         for other in expected:
-            if other == call:  # the same parameters again, as where a checkpointed block is recomputed: one gather
+            if other == call:
                 self._ahead[call] = running, _versions(call)
             elif other not in self._ahead:
                 self._ahead[other] = _start(other), _versions(other)
+        with profiled(Range.ALL_GATHER_COPY_OUT, [call[1][0].title]):
+            return [collectives.wait_tensor(each) for each in running]
 
-    def _expected(self, is_backward: bool, call: _Call) -> Iterator[_Call]:  # noqa: FBT001
-        """The calls that may gather while `call` computes."""
-        nbytes, count, limit = 0, 0, call[0].ahead
-        seen = {call}
-        following = self._following.get((is_backward, call)) if self._last == call else None
-        while following is not None:
-            nbytes, count = nbytes + following[0].nbytes, count + 1
-            if count > 1 and (nbytes > self._largest if limit is None else count > limit):
-                return
-            yield following
-            if following in seen:
-                return
-            seen.add(following)
-            following = self._following.get((is_backward, following))
+    def _expected_after(self, call: _Call, order: _Order) -> list[_Call]:
+        """The calls whose messages may be in memory while `call` computes."""
+        self._largest = max(self._largest, call[0].nbytes)
+        if not order.follow(call) and not self._has_told:
+            self._has_told = True
+            _LOGGER.info("unit %s: another graph than in the step before gathers when it is called", call[1][0].title)
+        found, nbytes = list[_Call](), 0
+        for other in order.next:
+            if other != call and other not in found:
+                nbytes += other[0].nbytes
+                count = sum(each != call for each in found) + 1
+                if count > 1 and (nbytes > self._largest if call[0].ahead is None else count > call[0].ahead):
+                    break
+            found.append(other)
+        return found
 
     def reduced(self, groups: Sequence[ParamGroup], reduction: Reduction) -> list[torch.Tensor]:
         """What goes through autograd for gradients whose reductions run; those of earlier graphs get on."""
@@ -199,23 +219,23 @@ class Pipeline:
         """Whether a backward runs."""
         task = backward_in_progress()
         if task not in (-1, self._task):
-            self._drop()
+            self._leave_backward(keep_order=False)  # of an earlier one that raised
             self._task = task
-            after_this_backward(self._end_backward)
+            after_this_backward(lambda: self._leave_backward(keep_order=True))
         return task != -1
 
-    def _end_backward(self) -> None:
+    def _leave_backward(self, *, keep_order: bool) -> None:
         for reduction in self._running:
             reduction.finish()
         self._running, self._arriving, self._task = [], {}, -1
-        self._drop()
+        self._drop_all()
+        self._backward.end(keep=keep_order)
 
-    def _drop(self) -> None:
-        self._last = None
+    def _drop_all(self) -> None:
         for call in list(self._ahead):
-            self._drop_one(call)
+            self._drop(call)
 
-    def _drop_one(self, call: _Call) -> None:
+    def _drop(self, call: _Call) -> None:
         for each in self._ahead.pop(call)[0]:
             collectives.wait_tensor(each)
 

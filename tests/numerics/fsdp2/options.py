@@ -111,7 +111,13 @@ REFUSED: list[tuple[str, Collection[str], str, Collection[str], str]] = [
     ("layout", {"tied", "tied, plain"}, "embedding", {"sharded"}, "its weight is read in other ways"),
     ("memory_budget_gb", {"1 GB"}, "form", {"blocks"}, "the graph is a part of its model"),
     ("memory_budget_gb", {"1 GB"}, "regions", {"one by one"}, "the graph is a part of its model"),
-    ("regions", {"one by one"}, "form", {"in place", "blocks", "function", "step"}, "blocks are compiled one by one by"),
+    (
+        "regions",
+        {"one by one"},
+        "form",
+        {"in place", "blocks", "function", "step"},
+        "blocks are compiled one by one by",
+    ),
 ]
 """Values of one axis that contradict those of another one, and what the error says."""
 
