@@ -143,7 +143,7 @@ def bound_s(compute_s: float, head_s: float, least: Least, bytes_per_s: float) -
     return max(compute_s + least.first / bytes_per_s, head_s + least.total / bytes_per_s)
 
 
-SAME_MEMORY = frozenset({"artifacts", "bucket_mb", "embedding", "hardware", "inductor", "lower", "share_code"})
+SAME_MEMORY = frozenset({"artifacts", "bucket_mb", "embedding", "hardware", "inductor", "lower"})
 """Options of our backend that leave as it is what `Contender.held` says of it."""
 
 

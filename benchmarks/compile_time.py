@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks import models
 from benchmarks._torch import fresh_cache
 from benchmarks.command import Columns, finish, parser, percent, quiet, table
-from benchmarks.contenders import FSDP2_COMPILED, OURS, UNSHARDED, Contender, Setup
+from benchmarks.contenders import FSDP2_COMPILED, OURS, OURS_BLOCKS, UNSHARDED, Contender, Setup
 from benchmarks.measure import Samples, recorded, time_once
 from benchmarks.models import Task
 from benchmarks.network.emulated import Network, emulated_world
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "nodes": str,
         "plain_s": _s,
         "fsdp_compile_s": _s,
-        "share_code_s": _s,
+        "blocks_s": _s,
         "fsdp2_blocks_s": _s,
         "passes_s": _s,
         "passes_share": percent,
@@ -50,14 +50,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(layers: int, ranks: int, rounds: int) -> dict[str, Any]:
     """Compiles a Llama of `layers` narrow blocks in all ways, in turn."""
     task = models.llama(dataclasses.replace(models.SMOKE, layers=layers))
-    plain, ours, shared, blocks, passes = Samples(), Samples(), Samples(), Samples(), Samples()
+    plain, ours, by_blocks, blocks, passes = Samples(), Samples(), Samples(), Samples(), Samples()
     nodes = 0
     with emulated_world(ranks, Network(Link(bytes_per_s=1e15))), recorded(ours):
         for _ in range(rounds):
             plain.seconds.append(_cold(UNSHARDED, task))
             with timed_passes() as times:
                 ours.seconds.append(_cold(OURS, task))
-            shared.seconds.append(_cold(OURS, task, {"share_code": True}))
+            by_blocks.seconds.append(_cold(OURS_BLOCKS, task))
             blocks.seconds.append(_cold(FSDP2_COMPILED, task))
             passes.seconds.append(sum(one.seconds for one in times))
             nodes = sum(one.nodes for one in times)
@@ -68,17 +68,17 @@ def run(layers: int, ranks: int, rounds: int) -> dict[str, Any]:
         "nodes": nodes,
         "plain_s": plain.median_s,
         "fsdp_compile_s": ours.median_s,
-        "share_code_s": shared.median_s,
+        "blocks_s": by_blocks.median_s,
         "fsdp2_blocks_s": blocks.median_s,
         "passes_s": passes.median_s,
         "passes_share": passes.median_s / plain.median_s,
     }
 
 
-def _cold(contender: Contender, task: Task, options: Mapping[str, Any] | None = None) -> float:
+def _cold(contender: Contender, task: Task) -> float:
     forget_compiles()
     model = task.make()
-    prepared = Prepared(model, contender.prepare(model, Setup(task.block, options=options or {})), task)
+    prepared = Prepared(model, contender.prepare(model, Setup(task.block)), task)
     with fresh_cache():
         return time_once(prepared.step)
 

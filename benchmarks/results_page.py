@@ -259,7 +259,7 @@ SECTIONS = (
             "nodes": ("nodes", str),
             "plain_s": ("plain `torch.compile`", _seconds),
             "fsdp_compile_s": ("`fsdp_compile`", _seconds),
-            "share_code_s": ("`share_code`", _seconds),
+            "blocks_s": ("`fsdp_compile`, by blocks", _seconds),
             "fsdp2_blocks_s": ("FSDP2, compiled blocks", _seconds),
             "passes_s": ("passes and verifier", _seconds),
             "passes_share": ("passes / plain", percent),

@@ -94,14 +94,15 @@ def _compile(
     def run_passes(step: StepGraph, lines: Lines | None = None) -> StepGraph:
         return transform(step, options, note_inserted, lines)
 
+    # A CUDA graph cannot return a collective that runs.
+    records = {**settings, **options.inductor}.get("triton.cudagraphs")
     region = Region(
         flats,
         run_passes,
         functools.partial(keep, options=options, whole=whole),
         ran.number,
         options.may_recompute,
-        nothing_ahead if whole else functools.partial(graphs_ahead, options),
-        options.share_code,
+        nothing_ahead if whole or records else functools.partial(graphs_ahead, options),
         functools.partial(settle, settings=of_plans),
         of_plans.can_follow,
         ran.add,
@@ -127,18 +128,7 @@ def _settings_of(options: FSDPOptions, mode: str | None) -> dict[str, Any]:
             where="torch.compile(mode=...)" if mode else "options={'inductor': ...}",
             instead="lower='inductor', or leave them out",
         )
-    settings = list_mode_options(mode) if mode else {}
-    _refuse_cuda_graphs(options, settings)
-    return settings
-
-
-def _refuse_cuda_graphs(options: FSDPOptions, settings: Mapping[str, Any]) -> None:
-    if options.share_code and {**settings, **options.inductor}.get("triton.cudagraphs"):
-        raise ConfigError(
-            "CUDA graphs are recorded of whole graphs, and segments of a graph were to share their code",
-            where="options={'share_code': True} with CUDA graphs, by options={'inductor': ...} or mode=...",
-            instead="one of the two",
-        )
+    return list_mode_options(mode) if mode else {}
 
 
 def _refuse_other_cluster(options: FSDPOptions, example_inputs: Sequence[Any]) -> None:

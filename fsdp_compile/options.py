@@ -34,8 +34,16 @@ SHARDING = (
 """Options that are arguments of `fully_shard`."""
 _BEFORE_COMPILING = ("param_init_fn", "device_id")
 """Arguments of `fully_shard` that are too late in a compile: tracing needs parameters on the device of the inputs."""
+_CHOICES: Mapping[str, tuple[str, ...]] = {
+    "lower": ("inductor", "eager"),
+    "regions": ("whole", "blocks"),
+    "reduce_layout": tuple(ReduceLayout),
+    "activations": ("auto", "saved"),
+    "embedding": ("gathered", "sharded"),
+}
 _REMOVED = {
     "refine_after": "`hardware=` with a file of `fsdp-compile calibrate`",
+    "share_code": "`regions='blocks'`, with which like blocks share one compile",
     "unshard_after_step": "call `model.unshard(async_op=True)` after `optimizer.step()`",
 }
 """Options of the release before this one, and what takes their place."""
@@ -84,9 +92,6 @@ class FSDPOptions:
             with two). Steps that accumulate unreduced gradients (`no_sync`) gather.
         poison: Fill gathered parameters with NaN where they are freed, and raise `PoisonError` if a message of a
             collective has NaN: what reads freed memory then shows. The host waits for each collective.
-        share_code: Lower what lies between communication in segments, each kind of them once, so that layers that are
-            alike share their code: the time of a compile grows less with their number. Nothing is fused across
-            communication. Graphs with sizes that are open are lowered as a whole. Not with `memory_budget_gb`.
         stop_after: Name of the last pass to run, "capture" for none: to find the pass that makes a difference.
         mesh: For a plain model: what `fully_shard(mesh=...)` takes.
         mp_policy: For a plain model: what `fully_shard(mp_policy=...)` takes.
@@ -110,7 +115,6 @@ class FSDPOptions:
     bucket_mb: float | Literal["auto"] = "auto"
     embedding: Literal["gathered", "sharded"] = "gathered"
     poison: bool = False
-    share_code: bool = False
     stop_after: str | None = None
     mesh: DeviceMesh | None = None
     mp_policy: AnyPrecisionPolicy | None = None
@@ -122,17 +126,11 @@ class FSDPOptions:
     separate_reduce_group: bool = False
 
     def __post_init__(self) -> None:
-        if self.lower not in ("inductor", "eager"):
-            raise bad_option("lower", self.lower, '"inductor" or "eager"')
-        if self.regions not in ("whole", "blocks"):
-            raise bad_option("regions", self.regions, '"whole" or "blocks"')
-        if self.reduce_layout not in tuple(ReduceLayout):
-            raise bad_option("reduce_layout", self.reduce_layout, '"aligned" or "fsdp2"')
-        if self.activations not in ("auto", "saved"):
-            raise bad_option("activations", self.activations, '"auto" or "saved"')
-        if self.embedding not in ("gathered", "sharded"):
-            raise bad_option("embedding", self.embedding, '"gathered" or "sharded"')
-        self._check_switches()
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise bad_option(name, getattr(self, name), " or ".join(f'"{choice}"' for choice in choices))
+        if not isinstance(self.poison, bool):
+            raise bad_option("poison", self.poison, "True or False")
         size = self.bucket_mb
         if size != "auto" and (isinstance(size, bool) or not isinstance(size, int | float) or not 0 <= size < math.inf):
             raise bad_option("bucket_mb", size, '"auto", 0 for none, or a number of 1e6 byte')
@@ -143,23 +141,6 @@ class FSDPOptions:
             raise bad_option("artifacts", self.artifacts, "the path of a folder")
         if self.mp_policy is not None and not isinstance(self.mp_policy, AnyPrecisionPolicy):
             raise bad_option("mp_policy", self.mp_policy, "a torch.distributed.fsdp.MixedPrecisionPolicy")
-
-    def _check_switches(self) -> None:
-        for name in ("poison", "share_code"):
-            if not isinstance(getattr(self, name), bool):
-                raise bad_option(name, getattr(self, name), "True or False")
-        if self.share_code and self.lower == "eager":
-            raise ConfigError(
-                "option 'share_code' has no effect where operators run one by one",
-                where="options={'share_code': True, 'lower': 'eager'}",
-                instead="'lower': 'inductor', or leave it out",
-            )
-        if self.share_code and self.memory_budget_gb is not None:
-            raise ConfigError(
-                "a budget counts on whole graphs: segments that share code write more values to memory",
-                where="options={'share_code': True, 'memory_budget_gb': ...}",
-                instead="one of the two",
-            )
 
     def _check_schedule(self) -> None:
         planned, rules = self.prefetch == "auto", named_rules(self.prefetch)

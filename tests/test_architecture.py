@@ -47,6 +47,7 @@ FLOORS = [
 GRAPHS = {"ir", "cost", "planner", "verify", "options", "partition", "passes", "artifacts", "pipeline"}
 TRAINING = {"fsdp2", "sharding", "state", "optim"}
 SHARED_BY_A_PROCESS = {
+    "capture/plain.py": {"_in_blocks"},  # compiles are the process's
     "capture/unaveraged.py": {"_checked", "sharded", "waiting"},  # compiles and optimizers are the process's
     "comm/dtensor_layouts.py": {"_by_key"},  # calls in graphs name layouts
     "comm/failures.py": {"_last"},  # a world is the process's

@@ -7,8 +7,7 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -64,34 +63,6 @@ _SAVED: tuple[type, ...] = tuple(
     for name in ("SavedForBackwardsAOTOutput", "SavedForBackwardsNoVcCheckAOTOutput")
     if hasattr(descriptors, name)
 )
-
-
-@contextmanager
-def compiled_in_parts(strides: Sequence[tuple[int, ...] | None]) -> Iterator[None]:
-    """For a block that compiles parts of a graph: what AOTAutograd says and asks of the whole is not theirs.
-
-    It numbers the inputs of a backward whose memory may be used again, and asks for the strides of outputs.
-
-    Args:
-        strides: Of each output of the whole graph, in elements; `None` for one that is no tensor.
-    """
-    context = TracingContext.try_get()
-    if context is None:
-        yield
-        return
-    asked, metadata = context.output_strides, context.fw_metadata
-    reusable = None if metadata is None else metadata.bw_donated_idxs
-    context.output_strides = None
-    if metadata is not None:
-        metadata.bw_donated_idxs = None
-    try:
-        yield
-    finally:
-        context.output_strides = asked
-        if metadata is not None:
-            metadata.bw_donated_idxs = reusable
-    if asked is not None:
-        asked.extend(strides)
 
 
 def is_saved_for_backward(description: object) -> bool:
@@ -301,8 +272,8 @@ def before_first_call(compiled: OptimizedModule, prepare: Callable[[OptimizedMod
 def compile_parts_instead(compiled: OptimizedModule, parts: Iterable[nn.Module]) -> None:
     """Compiles parts of a module with the settings that it was compiled with, and leaves the module to Python."""
     for part in parts:
-        call = compiled.dynamo_ctx(_call_of(type(part)))
-        part._compiled_call_impl = functools.partial(call, part)  # type: ignore[assignment]
+        kind: Any = type(part)
+        part._compiled_call_impl = functools.partial(compiled.dynamo_ctx(_call_of(kind)), part)
     vars(compiled)["forward"] = compiled._orig_mod.__call__
 
 
@@ -312,9 +283,9 @@ def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 @functools.cache
-def _call_of(kind: type) -> Callable[..., Any]:
-    """`_call` for the modules of a class: Dynamo counts compiles by code object."""
-    return types.FunctionType(_call.__code__.replace(co_name=f"call_{kind.__name__}"), globals())
+def _call_of(_kind: Hashable) -> Callable[..., Any]:
+    """`_call` for the modules of one class: Dynamo counts compiles by code object."""
+    return types.FunctionType(_call.__code__.replace(), globals())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -55,7 +55,7 @@ def take_reads_out(gm: fx.GraphModule) -> None:
             raise UnsupportedModelError(
                 "a block is under torch.compiler.nested_compile_region",
                 where=source_line(call),
-                instead="remove nested_compile_region; options={'share_code': True} compiles like blocks once",
+                instead="remove nested_compile_region; options={'regions': 'blocks'} compiles like blocks once",
             )
         functions = [function_at(node) for node in functions_of(call)]
         for function in functions:

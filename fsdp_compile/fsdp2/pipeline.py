@@ -38,20 +38,15 @@ class Head:
         code: Of `start`.
         start: Takes flat tensors, returns running all-gathers.
         flats: Positions of these flat tensors among the inputs of the graph.
-        messages: Stand-ins of the gathered messages, which the graph takes after its own inputs.
+        nbytes: Of the gathered messages, which the graph takes after its own inputs.
         ahead: How many graphs ahead of it may gather; `None` for what fits into the memory of the largest.
     """
 
     code: str
     start: Callable[..., Sequence[torch.Tensor]] = dataclasses.field(compare=False)
     flats: tuple[int, ...] = dataclasses.field(compare=False)
-    messages: Sequence[torch.Tensor] = dataclasses.field(compare=False)
+    nbytes: int = dataclasses.field(compare=False)
     ahead: int | None = dataclasses.field(compare=False)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the gathered messages."""
-        return sum(message.numel() * message.element_size() for message in self.messages)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

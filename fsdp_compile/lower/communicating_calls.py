@@ -113,7 +113,6 @@ def failed_wait(error: BaseException, calls: Sequence[CommunicatingCall]) -> str
     for frame, number in traceback.walk_tb(error.__traceback__):
         lines = linecache.getlines(frame.f_code.co_filename, frame.f_globals)
         numbers = [i for i, line in enumerate(lines, 1) if _LINE.search(line)]
-        # Otherwise it is code of a part of the graph (`share_code`).
         if number in numbers and len(numbers) == len(waits):
             return list(waits.values())[numbers.index(number)]
     return None

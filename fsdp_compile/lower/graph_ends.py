@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from fsdp_compile._torch.dynamo import LazyGraphModule
@@ -38,7 +39,7 @@ _TAIL = frozenset(
 )
 
 
-def take_head(step: StepGraph, ahead: int | None) -> Head | None:
+def take_head(step: StepGraph, ahead: int | None) -> tuple[Head | None, list[torch.Tensor]]:
     """Takes the all-gathers of the first unit out of a graph, which takes their messages as further inputs.
 
     Args:
@@ -46,11 +47,12 @@ def take_head(step: StepGraph, ahead: int | None) -> Head | None:
         ahead: How many graphs ahead of it may gather.
 
     Returns:
-        `None` if it has none, or if they gather what the graph, and not a parameter group, has.
+        `None` if it has none, or if they gather what the graph, and not a parameter group, has; and stand-ins of the
+        messages.
     """
     first = next(step.nodes(Role.GATHER), None)
     if first is None:
-        return None
+        return None, []
     units = set(require(first).units)
     waits = [node for node in step.nodes(Role.GATHER_WAIT) if units & set(require(node).units)]
     running = [wait.all_input_nodes[0] for wait in waits]
@@ -60,7 +62,7 @@ def take_head(step: StepGraph, ahead: int | None) -> Head | None:
     if any(role_of(node) not in _HEAD for node in taken.difference(flats)) or any(
         role_of(node) is not Role.FLAT for node in flats
     ):
-        return None
+        return None, []
     start = _graph_of(step, flats, [node for node in step.graph.nodes if node in taken], running)
     last = inputs[-1]
     for number, wait in enumerate(waits):
@@ -73,7 +75,9 @@ def take_head(step: StepGraph, ahead: int | None) -> Head | None:
         if node in taken and node.op != "placeholder" and not node.users:
             step.graph.erase_node(node)
     positions = tuple(place for place, node in enumerate(inputs) if node in taken)
-    return Head(start.code, start, positions, [wait.meta["val"] for wait in waits], ahead)
+    messages = [wait.meta["val"] for wait in waits]
+    nbytes = sum(message.numel() * message.element_size() for message in messages)
+    return Head(start.code, start, positions, nbytes, ahead), messages
 
 
 def take_tail(step: StepGraph) -> Tail | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+import torch
 from torch import fx
 
 from fsdp_compile._torch.dynamo import (
@@ -22,8 +23,6 @@ from fsdp_compile.lower.compiled_step import Compiled
 from fsdp_compile.lower.keep_order import KEEP_CALLS_IN_ORDER
 from fsdp_compile.lower.once import compile_once
 from fsdp_compile.lower.region import Region
-from fsdp_compile.lower.segments import described
-from fsdp_compile.lower.share_code import can_share_code, compile_segments
 from fsdp_compile.lower.written_order import compare, planned_calls
 from fsdp_compile.ops.effects import UPDATE
 from fsdp_compile.ops.poison import CHECK_MESSAGE, POISON
@@ -81,20 +80,12 @@ def compile_with_inductor(
             call_lookups(gm.graph)
             write_before_waits(gm.graph)
             keep_matmuls(gm.graph)
-            if region.shares_code and can_share_code(gm.graph):
-                return compile_segments(gm, compile_segment)
             gm.recompile()  # caches look graphs up by their code
             planned = planned_calls(gm.graph)  # Inductor changes the graph
             text = _text(gm, inputs, patches)
             compiled = compile_once(text, lambda: compile_fx_inner(gm, inputs, **kwargs), patches)
             compare(planned, getattr(compiled, "source_code", ""), phase.value)
             return compiled
-
-        def compile_segment(segment: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-            text = _text(segment, inputs, patches)
-            # Which inputs stay where they are is known of the whole graph's.
-            own = {**kwargs, "static_input_idxs": ()}
-            return compile_once(text, lambda: compile_fx_inner(segment, inputs, **own), patches)
 
         return region.finish(gm, phase, compile_graph)
 
@@ -120,4 +111,11 @@ def _text(gm: fx.GraphModule, inputs: Sequence[Any], settings: Mapping[str, Any]
     """What a compiled graph depends on: the same on ranks that may share it, and other than that of other graphs."""
     kept = {name: value for name, value in settings.items() if name != "custom_partitioner_fn"}
     # Ranks that use devices of their own compile for them.
-    return "\n".join([str(sorted(kept.items())), *map(described, inputs), gm.code])
+    return "\n".join([str(sorted(kept.items())), *map(_described, inputs), gm.code])
+
+
+def _described(value: Any) -> str:
+    """What code depends on of an input: all but the elements of a tensor."""
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.device}"
+    return str(value)

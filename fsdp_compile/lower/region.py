@@ -57,7 +57,6 @@ class Region:
         number: Of the region among those of its model, for what is said while it compiles.
         may_recompute: Whether blocks are recomputed in backward where a budget does not hold their activations.
         graphs_ahead: How many graphs of the model may gather while one of these runs; `None` for what fits.
-        shares_code: Whether segments of graphs that are alike are lowered once.
         steps: The transformed graphs, forward first; empty until AOTAutograd has traced.
         recomputed: How many blocks they compute again.
         again: Parameter groups that are updated in backward, and that both graphs read.
@@ -72,7 +71,6 @@ class Region:
     number: int = 0
     may_recompute: bool = False
     graphs_ahead: Callable[[Phase], int | None] = nothing_ahead
-    shares_code: bool = False
     settle: Callable[[Graphs, Follow], None] = nothing
     may_follow: bool = False
     show: Callable[[StepGraph], None] = nothing
@@ -188,9 +186,9 @@ class Region:
             release_gradients(step)
         erase_markers(gm.graph)  # from then on it can be lowered
         ahead = self.graphs_ahead(phase)
-        head = take_head(step, ahead) if ahead != 0 else None
+        head, messages = take_head(step, ahead) if ahead != 0 else (None, [])
         tail = take_tail(step) if ahead != 0 and phase is Phase.BACKWARD else None
         around = CompiledStep.of(step, self.again, self.sources if phase is Phase.BACKWARD else None)
         around = dataclasses.replace(around, head=head, tail=tail)
         with stage(self._said("lowering", phase, len(self.steps))):
-            return around.around(compile_graph([] if head is None else head.messages))
+            return around.around(compile_graph(messages))

@@ -163,5 +163,5 @@ def test_other_functions_that_read_are_refused() -> None:
 
 
 def test_nested_regions_are_refused() -> None:
-    with fake_world(2), pytest.raises(BackendCompilerFailed, match=r"(?s)nested_compile_region.*'share_code': True"):
+    with fake_world(2), pytest.raises(BackendCompilerFailed, match=r"(?s)nested_compile_region.*'regions': 'blocks'"):
         compile_eagerly(_Regions())(torch.ones(2, WIDTH))

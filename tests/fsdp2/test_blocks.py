@@ -21,7 +21,7 @@ from fsdp_compile.optim.step_in_backward import step_in_backward
 from tests import long
 from tests.fsdp2.decoder import Block, Decoder, Tied, batch, cross_entropy, gathered_by_hooks, pair_of, shard
 from tests.ranks import run_ranks
-from tests.two_sides import REDUCED_TWICE, WithFsdp2, compile_eagerly, compile_in_place, made
+from tests.two_sides import REDUCED_TWICE, WithFsdp2, compile_eagerly, compile_in_place, local, made
 
 pytestmark = pytest.mark.core
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -312,7 +312,7 @@ def _several_times() -> None:
     assert all(parameter.grad is None for parameter in parameters)
     cross_entropy(pair.call, batch(3)).backward()
     for gradient, parameter in zip(found, parameters, strict=True):
-        assert torch.equal(gradient.to_local(), parameter.grad.to_local())
+        assert torch.equal(local(gradient), local(parameter.grad))
     pair.zero_grad()
     pair.train(steps=1, within=REDUCED_TWICE)
 

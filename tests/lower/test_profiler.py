@@ -114,10 +114,9 @@ TIMES = {"": 1, " (layers.0)": 1, " (layers.1)": 2}
 
 
 @pytest.mark.inductor
-@long.parametrize("lowered", ["inductor", "shared", "eager"], always=["inductor"])
+@long.parametrize("lowered", ["inductor", "eager"], always=["inductor"])
 def test_a_collective_is_called_in_the_range_of_its_unit(lowered: str) -> None:
-    options: dict[str, dict[str, Any]] = {"shared": {"share_code": True}, "eager": {"lower": "eager"}}
-    for starts, waits in run_ranks(_inside, {"prefetch": 1, "bucket_mb": 0, **options.get(lowered, {})}):
+    for starts, waits in run_ranks(_inside, {"prefetch": 1, "bucket_mb": 0, "lower": lowered}):
         gathered = {f"FSDP::all_gather{unit}": times for unit, times in TIMES.items()}
         assert starts == gathered | {f"FSDP::post_backward_reduce{unit}": 1 for unit in SIZES}
         arrived = {(f"FSDP::all_gather_copy_out{unit}", n): TIMES[unit] for unit, n in SIZES.items()}

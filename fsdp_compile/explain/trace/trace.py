@@ -61,7 +61,7 @@ class TracedRegion(Region):
         """
         return open_sizes(self.names, self.env) if self.names else OpenSizes({}, ())
 
-    def finish(self, gm: fx.GraphModule, phase: Phase, compile_graph: Callable[[], Compiled]) -> Compiled:  # noqa: ARG002
+    def finish(self, gm: fx.GraphModule, phase: Phase, compile_graph: Callable[[Sequence[Any]], Compiled]) -> Compiled:  # noqa: ARG002
         """Returns a function of the graph's signature that computes nothing."""
         returned = gm.graph.output_node().args[0]
         nodes: Any = returned if isinstance(returned, tuple | list) else (returned,)

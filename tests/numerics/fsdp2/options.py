@@ -92,7 +92,6 @@ AXES: dict[str, dict[str, Any]] = {"layout": LAYOUTS, **SETTINGS, **OPTIONS, **W
 NOT_DRAWN = {
     "lower": "all is run operator by operator, for bits",
     "inductor": "the same",
-    "share_code": "needs Inductor",
     "artifacts": "changes no graph",
     "stop_after": "leaves passes out",
     "mesh": "tests/numerics/fsdp2/test_matrix.py has the meshes",
