@@ -54,7 +54,7 @@ class _Layer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = (x.float() * self.scale).to(self.linear.weight.dtype)
-        return torch.tanh(self.linear(x) * self.scale)
+        return torch.tanh(self.linear(x))
 
 
 class _Model(nn.Module):
