@@ -5,9 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+from fsdp_compile._torch.fully_shard_params import HAS_GRAD_DTYPES
 
 
 def backward_in_progress() -> int:
@@ -76,6 +79,15 @@ def is_saved_by_autograd(tensor: torch.Tensor) -> bool:
 def allow_any_gradient_dtype(leaf: torch.Tensor) -> None:
     """Lets `leaf.grad` have another dtype than the leaf."""
     leaf.grad_dtype = None  # type: ignore[attr-defined, unused-ignore]  # newer than some stubs
+
+
+def set_gradient_dtype(ctx: Any, dtype: torch.dtype | None) -> None:
+    """Lets the gradient of a function's only output have a dtype that is not the output's; any for `None`.
+
+    As FSDP2 does for gathered parameters since torch 2.15; before, nothing is set.
+    """
+    if HAS_GRAD_DTYPES:
+        ctx.set_output_grad_dtype(dtype)
 
 
 def will_accumulate(node: torch.autograd.graph.Node | None) -> bool:

@@ -154,6 +154,14 @@ def is_last_backward(state: FSDPState) -> bool:
     return bool(state._state_ctx.is_last_backward)
 
 
+def wait_for_optimizer(state: FSDPState) -> None:
+    """Makes what comes next on this stream wait for the event of `set_post_optim_event`, as FSDP2's gathers do."""
+    context = state._state_ctx
+    if context.post_optim_event is not None:
+        context.post_optim_event.wait()
+        context.post_optim_event = None
+
+
 def is_partly_run(state: FSDPState) -> bool:
     """Whether some modules of a call on several have run in this forward, and others have not."""
     return bool(state._modules_to_run_forward)

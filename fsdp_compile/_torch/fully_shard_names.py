@@ -47,7 +47,7 @@ ATTRIBUTES: Mapping[Any, str] = {
         _post_forward_hook_handle _pre_forward_hook_handle _register_root_post_backward_final_callback _state_ctx
         _states_to_backward_prefetch _states_to_forward_prefetch _training_state
     """,
-    FSDPStateContext: "all_states is_last_backward iter_forward_root",
+    FSDPStateContext: "all_states is_last_backward iter_forward_root post_optim_event",
     FSDPParamGroup: """
         _all_gather_comm _all_gather_result _all_reduce_hook _init_mp_dtypes _is_hsdp _partial_reduce_output
         _post_backward_pending _reduce_scatter_comm _reset_iter_state _set_separate_reduce_scatter_group
@@ -59,8 +59,8 @@ ATTRIBUTES: Mapping[Any, str] = {
     FSDPParam: """
         _dp_dim_indices _get_grad_inner_tensor _has_sharded_grad_dtype_override _module_info _orig_size
         _sharded_local_tensor _sharded_param_data _sharded_post_forward_param _tp_spec _unsharded_dtensor_spec
-        _unsharded_inner_tensors _unsharded_param all_gather_outputs fsdp_placement offload_to_cpu orig_dtype
-        padded_sharded_param_size param_dtype pin_memory reduce_dtype sharded_grad_dtype sharded_param
+        _unsharded_inner_tensors _unsharded_param all_gather_outputs fsdp_placement is_spmd_types offload_to_cpu
+        orig_dtype padded_sharded_param_size param_dtype pin_memory reduce_dtype sharded_grad_dtype sharded_param
         unsharded_accumulated_grad unsharded_grad_dtype
     """,
     ParamModuleInfo: "module param_name shared_modules shared_param_names",

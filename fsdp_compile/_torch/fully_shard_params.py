@@ -99,6 +99,11 @@ def has_own_grad_dtype(param: TorchParam) -> bool:
     return asks and param.sharded_grad_dtype != param.orig_dtype
 
 
+def has_spmd_types(param: TorchParam) -> bool:
+    """Whether forwards compute with a plain tensor whose `spmd_types` FSDP2 keeps apart (since torch 2.14)."""
+    return getattr(param, "is_spmd_types", False)
+
+
 def unsharded_spec(param: TorchParam) -> Any:
     """The `DTensorSpec` of the gathered parameter if that is a DTensor (tensor parallel), else `None`."""
     if hasattr(param, "_unsharded_dtensor_spec"):

@@ -26,6 +26,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
+from fsdp_compile._torch.autograd import set_gradient_dtype
 from fsdp_compile._torch.tensors import new_dtensor
 from fsdp_compile.errors import InvariantError
 
@@ -42,6 +43,7 @@ class DTensorLayout:
         placements: On `mesh`.
         shape: Of the whole parameter.
         data_parallel: Dimensions of `mesh` over which gradients are averaged; none if it has other ranks alone.
+        grad_dtype: Dtype in which gradients are summed over other ranks, since torch 2.15; `None` for their own.
         key: By which graphs know the layout.
     """
 
@@ -49,14 +51,20 @@ class DTensorLayout:
     placements: tuple[Any, ...]
     shape: torch.Size
     data_parallel: frozenset[int]
+    grad_dtype: torch.dtype | None
     key: str = dataclasses.field(default="", compare=False)
 
     @classmethod
     def of(
-        cls, mesh: DeviceMesh, placements: tuple[Any, ...], shape: torch.Size, data_parallel: frozenset[int]
+        cls,
+        mesh: DeviceMesh,
+        placements: tuple[Any, ...],
+        shape: torch.Size,
+        data_parallel: frozenset[int],
+        grad_dtype: torch.dtype | None = None,
     ) -> DTensorLayout:
         """The one object for a layout: code that is compiled for one layer is that of the others."""
-        found = cls(mesh, placements, shape, data_parallel)
+        found = cls(mesh, placements, shape, data_parallel, grad_dtype)
         known = next((other for other in _by_key.values() if other == found), None)
         if known is not None:
             return known
@@ -93,6 +101,7 @@ class _Gathered(torch.autograd.Function):
         """Wraps the part, whose memory is shared."""
         ctx.layout = layout
         ctx.set_materialize_grads(False)
+        set_gradient_dtype(ctx, layout.grad_dtype)
         return new_dtensor(local.detach(), layout.mesh, layout.placements, layout.shape)
 
     @staticmethod

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fsdp_compile._torch.autograd import set_gradient_dtype
 from fsdp_compile._torch.dynamo import skip_code
 from fsdp_compile.comm.failures import explained
 from fsdp_compile.errors import UnsupportedModelError
@@ -74,6 +75,7 @@ def _update(flat: torch.Tensor, gradient: torch.Tensor, offsets: Sequence[int]) 
 def _save_read(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # noqa: ARG001
     # Not through save_for_backward(): saved-tensor hooks may return a copy, which has another address than the group's.
     ctx.flat, ctx.spec, _, _, ctx.accumulated, ctx.partial = inputs
+    set_gradient_dtype(ctx, parse(ctx.spec).summed_dtype)
 
 
 def _gradient_of_read(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

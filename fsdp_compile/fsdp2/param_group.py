@@ -303,7 +303,10 @@ class ParamGroup:
         gathered, layout = torch_params.unsharded_spec(each), None
         if gathered is not None:
             dims = torch_params.data_parallel_dims(each)
-            layout = DTensorLayout.of(gathered.mesh, gathered.placements, gathered.shape, dims)
+            others = [p for i, p in enumerate(gathered.placements) if i not in dims]
+            # FSDP2 sums the uses of a parameter in this dtype, too, if sums over other ranks may follow.
+            dtype = spec.unreduced_dtype if any(p.is_replicate() for p in others) else spec.summed_dtype
+            layout = DTensorLayout.of(gathered.mesh, gathered.placements, gathered.shape, dims, dtype)
         return Param(each, name, spec, parameter, view, layout, first_text)
 
     def make_edge(self) -> None:

@@ -150,6 +150,8 @@ class Unit:
         """Why the shards of a group stay where FSDP2 has them; empty if they need not."""
         if fsdp2.has_extensions(of_torch):
             return "fsdp_pre_all_gather() of the shards' class"
+        if any(map(torch_params.has_spmd_types, fsdp2.params_of(of_torch))):
+            return "spmd_types of a parameter"
         # This setting of ours sets `grad_dtype` itself.
         if fsdp2.own_setting(self.state, "keep_low_precision_grads", default=False):
             return ""
@@ -381,6 +383,7 @@ class Unit:
         if self.gatherer is not Gatherer.HOOKS and not self.only_hooks:
             self._follow_gathered(by_hooks=by_hooks)
             if not by_hooks:
+                fsdp2.wait_for_optimizer(self.state)
                 self.refuse_partial_of_torch()
         for group in self.groups:
             if group.follow_parameters():

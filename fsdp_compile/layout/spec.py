@@ -182,6 +182,12 @@ class UnshardSpec:
         return own if HAS_GRAD_DTYPES else torch.promote_types(self.param_dtype, own)
 
     @property
+    def summed_dtype(self) -> torch.dtype | None:
+        """Dtype in which gradients of several uses are summed, as FSDP2 does since torch 2.15; `None` for their own."""
+        own = self.unreduced_dtype
+        return None if own.itemsize > self.param_dtype.itemsize else own
+
+    @property
     def is_contiguous(self) -> bool:
         """Whether the message is the unsharded parameter's own memory, so that reading it needs no copy."""
         return self.size == 1 or (self.dim == 0 and self.extent == self.shard_numel)

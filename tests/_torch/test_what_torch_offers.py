@@ -67,7 +67,7 @@ ROWS: Mapping[str, Mapping[str, str]] = {
         "set_manual_backward_finalization": _FINALIZE,
         "set_modules_to_backward_prefetch": _PREFETCH,
         "set_modules_to_forward_prefetch": _PREFETCH,
-        "set_post_optim_event": "torch's: gathers of graphs follow the optimizer on its stream",
+        "set_post_optim_event": "fsdp2/test_reduction_settings.py::test_gathers_wait_for_the_optimizers_event",
         "set_reduce_scatter_divide_factor": "torch's: it calls set_gradient_divide_factor()",
         "set_reduce_scatter_max_input_buffers": "torch's: a plan decides how many reductions run at once",
         "set_reduce_scatter_unused_params": _REDUCTIONS,

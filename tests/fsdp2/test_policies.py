@@ -1,4 +1,7 @@
-"""Every field of FSDP2's policies that this torch has, in compiled steps: the bits of uncompiled ones."""
+"""Every field of FSDP2's policies that this torch has, in compiled steps: the bits of uncompiled ones.
+
+`FSDP_COMPILE_LONG=1` runs them for each choice of units, with frozen parameters of another dtype, and with replicas.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +44,8 @@ if HAS_OVERRIDES:
 
 
 class _Layer(nn.Module):
+    """Its first product is one of two dtypes where parameters are in bfloat16."""
+
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
@@ -48,7 +53,8 @@ class _Layer(nn.Module):
         self.unused = nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.linear((x * self.scale).to(self.linear.weight.dtype)))
+        x = (x.float() * self.scale).to(self.linear.weight.dtype)
+        return torch.tanh(self.linear(x))
 
 
 class _Model(nn.Module):
@@ -63,12 +69,33 @@ class _Model(nn.Module):
         return self.head(x)
 
 
-def _pair(policy: str, mesh: tuple[int, ...] = (2,), ours: Any = fully_shard, make: Any = _Model) -> WithFsdp2:
+def _frozen_in_bf16() -> _Model:
+    """Parameters of two dtypes in a unit: FSDP2 wants one for those that are trained."""
+    model = _Model()
+    for layer in model.layers:
+        layer.scale = nn.Parameter(layer.scale.detach().to(BF16), requires_grad=False)
+    return model
+
+
+def _each(model: Any) -> list[nn.Module]:
+    return [*model.layers, model]
+
+
+UNITS: dict[str, tuple[Any, Any]] = {
+    "each layer": (_Model, _each),
+    "one unit": (_Model, lambda model: [model]),
+    "two dtypes": (_frozen_in_bf16, _each),
+}
+
+
+def _pair(
+    policy: str, mesh: tuple[int, ...] = (2,), ours: Any = fully_shard, make: Any = _Model, units: Any = _each
+) -> WithFsdp2:
     names = ("replicate", "shard")[-len(mesh) :]
     settings = {"mesh": init_device_mesh("cpu", mesh, mesh_dim_names=names), "mp_policy": POLICIES[policy]}
 
     def shard(model: Any, fully_shard: Any = fully_shard) -> None:
-        for module in (*model.layers, model):
+        for module in units(model):
             fully_shard(module, **settings)
 
     pair = WithFsdp2(make, shard, batch, lambda call, x: call(x).square().sum(), ours=lambda model: shard(model, ours))
@@ -76,10 +103,10 @@ def _pair(policy: str, mesh: tuple[int, ...] = (2,), ours: Any = fully_shard, ma
     return pair
 
 
-def _trains(policy: str, mesh: tuple[int, ...]) -> None:
+def _trains(policy: str, mesh: tuple[int, ...], units: str) -> None:
     for ours in (fully_shard, fsdp_compile.fully_shard):
         torch._dynamo.reset()
-        pair = _pair(policy, mesh, ours)
+        pair = _pair(policy, mesh, ours, *UNITS[units])
         call, model = pair.call, pair.model
         pair.train()
         # Of compiled and uncompiled microbatches the gradients of one wait for the reduction of the other.
@@ -90,10 +117,11 @@ def _trains(policy: str, mesh: tuple[int, ...]) -> None:
         assert all(unit.compiled_regions and not unit.only_hooks for unit in taken.units)
 
 
+@long.parametrize("units", UNITS, always=["each layer"])
 @long.parametrize("mesh", [(2,), (2, 2)], always=[(2,)])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_numbers_are_those_of_fsdp2(policy: str, mesh: tuple[int, ...]) -> None:
-    run_ranks(_trains, policy, mesh, world_size=2 * len(mesh))
+def test_numbers_are_those_of_fsdp2(policy: str, mesh: tuple[int, ...], units: str) -> None:
+    run_ranks(_trains, policy, mesh, units, world_size=2 * len(mesh))
 
 
 def _dtypes(policy: str) -> list[tuple[str, torch.dtype, torch.dtype]]:
@@ -124,16 +152,20 @@ if HAS_OVERRIDES:
         model.layers[0].linear.weight.grad_dtype = BF16
         return model
 
-    def _own_dtypes(policy: str) -> tuple[set[torch.dtype], list[bool]]:
-        pair = _pair(policy, make=_of_another_dtype)
+    def _own_dtypes(policy: str, mesh: tuple[int, ...]) -> tuple[set[torch.dtype], list[bool]]:
+        pair = _pair(policy, mesh, make=_of_another_dtype)
+        pair.train(steps=1)
         pair.accumulate(pair.call, pair.call)
         dtypes = {pair.model.layers[i].linear.weight.grad.dtype for i in range(2)}
         return dtypes, [bool(why) for why in only_hooks(pair.model)]
 
-    @pytest.mark.parametrize("policy", ["none", "bf16"])
-    def test_gradients_of_a_dtype_of_their_own(policy: str) -> None:
+    @long.parametrize("mesh", [(2,), (2, 2)], always=[(2,)])
+    @pytest.mark.parametrize("policy", ["none", "bf16", "bf16, vectors kept"])
+    def test_gradients_of_a_dtype_of_their_own(policy: str, mesh: tuple[int, ...]) -> None:
         """FSDP2's hooks gather a unit with such a parameter, and graphs the others."""
-        assert run_ranks(_own_dtypes, policy) == [({BF16, torch.float32}, [False, True, False])] * 2
+        ranks = 2 * len(mesh)
+        expected = ({BF16, torch.float32}, [False, True, False])
+        assert run_ranks(_own_dtypes, policy, mesh, world_size=ranks) == [expected] * ranks
 
 
 if hasattr(FSDPModule, "finalize_backward"):

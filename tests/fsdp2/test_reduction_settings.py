@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -95,6 +96,20 @@ def _unsharded_in_backward() -> None:
 
 def test_no_gather_in_backward() -> None:
     run_ranks(_unsharded_in_backward)
+
+
+def _after_an_event() -> list[str]:
+    pair = pair_of(fullgraph=True)
+    pair.train()
+    calls: list[str] = []
+    event: Any = types.SimpleNamespace(wait=lambda: calls.append("wait"))
+    pair.model.set_post_optim_event(event)
+    pair.train()
+    return calls
+
+
+def test_gathers_wait_for_the_optimizers_event() -> None:
+    assert run_ranks(_after_an_event) == [["wait"]] * 2
 
 
 if hasattr(FSDPModule, "reset_iter_state"):  # since torch 2.12
