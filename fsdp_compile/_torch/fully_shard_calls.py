@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 
 from fsdp_compile._torch.fully_shard import (
     OWN_SETTINGS,
@@ -24,6 +24,7 @@ from fsdp_compile._torch.fully_shard_names import (
     STATE_KEY,
     _fsdp_common,
     _fsdp_init,
+    _fully_shard,
     _module_state_mapping,
 )
 
@@ -103,6 +104,20 @@ def note_of(module: nn.Module) -> Any:
 
 
 # What a call makes beyond torch's own.
+
+
+def derive_class(module: nn.Module) -> None:
+    """Makes FSDP2's class of a module whose first base is no `nn.Module`, as of `class M(ABC, nn.Module)`.
+
+    Python assigns `__class__` between classes of one memory layout alone, and that of torch's is of `nn.Module`'s.
+    """
+    cls, known = type(module), _fully_shard.get_cls_to_fsdp_cls()
+    first = cls.__base__
+    if cls in known or first is None or cls is nn.Module or issubclass(first, nn.Module):
+        return
+    layout = type(first)(first.__name__, (first,), {})
+    members = {"__deepcopy__": _fully_shard._unimplemented_deepcopy}
+    known[cls] = type(cls)(f"FSDP{cls.__name__}", (layout, FSDPModule, cls), members)
 
 
 def add_group(
