@@ -45,7 +45,9 @@ def run(arguments: argparse.Namespace) -> int:
     """
     if not 0 < arguments.seconds <= _MOST_S:
         raise ConfigError(
-            f"cannot measure for {arguments.seconds} s", where="--seconds", instead="more than 0 and at most a day, as 60"
+            f"cannot measure for {arguments.seconds} s",
+            where="--seconds",
+            instead="more than 0 and at most a day, as 60",
         )
     if not arguments.out.parent.is_dir():
         raise ConfigError(f"there is no folder {arguments.out.parent}", where="--out", instead="one that exists")
