@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.state_dict import (
 import fsdp_compile
 from tests.integrations.programs.report import report, run
 
-
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
