@@ -107,17 +107,17 @@ def note_of(module: nn.Module) -> Any:
 
 
 def derive_class(module: nn.Module) -> None:
-    """Makes FSDP2's class of a module whose first base is no `nn.Module`, as of `class M(ABC, nn.Module)`.
+    """Makes FSDP2's class of a module whose memory layout is not `nn.Module`'s, as of `class M(ABC, nn.Module)`.
 
-    Python assigns `__class__` between classes of one memory layout alone, and that of torch's is of `nn.Module`'s.
+    Python assigns `__class__` only between classes of one layout, which is that of the first bases.
     """
-    cls, known = type(module), _fully_shard.get_cls_to_fsdp_cls()
-    first = cls.__base__
-    if cls in known or first is None or cls is nn.Module or issubclass(first, nn.Module):
-        return
-    layout = type(first)(first.__name__, (first,), {})
-    members = {"__deepcopy__": _fully_shard._unimplemented_deepcopy}
-    known[cls] = type(cls)(f"FSDP{cls.__name__}", (layout, FSDPModule, cls), members)
+    first = cls = type(module)
+    while issubclass(first, nn.Module):
+        first = first.__base__  # type: ignore[assignment]
+    known = _fully_shard.get_cls_to_fsdp_cls()
+    if first is not object and cls not in known:
+        bases = type(first)(first.__name__, (first,), {}), FSDPModule, cls
+        known[cls] = type(cls)(f"FSDP{cls.__name__}", bases, {"__deepcopy__": _fully_shard._unimplemented_deepcopy})
 
 
 def add_group(
