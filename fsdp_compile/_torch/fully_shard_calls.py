@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 
 from fsdp_compile._torch.fully_shard import (
     OWN_SETTINGS,
@@ -24,6 +24,7 @@ from fsdp_compile._torch.fully_shard_names import (
     STATE_KEY,
     _fsdp_common,
     _fsdp_init,
+    _fully_shard,
     _module_state_mapping,
 )
 
@@ -103,6 +104,20 @@ def note_of(module: nn.Module) -> Any:
 
 
 # What a call makes beyond torch's own.
+
+
+def derive_class(module: nn.Module) -> None:
+    """Makes FSDP2's class of a module whose memory layout is not `nn.Module`'s, as of `class M(ABC, nn.Module)`.
+
+    Python assigns `__class__` only between classes of one layout, which is that of the first bases.
+    """
+    first = cls = type(module)
+    while issubclass(first, nn.Module):
+        first = first.__base__  # type: ignore[assignment]
+    known = _fully_shard.get_cls_to_fsdp_cls()
+    if first is not object and cls not in known:
+        bases = type(first)(first.__name__, (first,), {}), FSDPModule, cls
+        known[cls] = type(cls)(f"FSDP{cls.__name__}", bases, {"__deepcopy__": _fully_shard._unimplemented_deepcopy})
 
 
 def add_group(

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
-from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_init
+from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_init, _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ParamModuleInfo
@@ -29,6 +29,7 @@ __all__ = [
     "TrainingState",
     "_fsdp_common",
     "_fsdp_init",
+    "_fully_shard",
     "_module_state_mapping",
 ]
 
@@ -42,6 +43,7 @@ ATTRIBUTES: Mapping[Any, str] = {
     _fsdp_init: """
         _get_device_from_mesh _get_mesh_info _get_post_forward_mesh_info _init_param_group _move_states_to_device
     """,
+    _fully_shard: "_unimplemented_deepcopy get_cls_to_fsdp_cls",
     FSDPState: """
         _fsdp_param_group _fsdp_param_groups _is_root _lazy_init _modules _modules_to_run_forward _mp_policy
         _post_forward_hook_handle _pre_forward_hook_handle _register_root_post_backward_final_callback _state_ctx

@@ -53,7 +53,7 @@ from fsdp_compile.fsdp2.accumulation import follow_no_sync
 from fsdp_compile.fsdp2.module_class import user_class
 from fsdp_compile.fsdp2.param_group import ParamGroup
 from fsdp_compile.fsdp2.shards import local_of
-from fsdp_compile.fsdp2.take_over import model_of, sharded_root, take_over, watch_calls
+from fsdp_compile.fsdp2.take_over import model_of, sharded_root, take_over, take_over_all, watch_calls
 from fsdp_compile.fsdp2.updates import update_as
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.sharding.fully_shard import fully_shard
@@ -89,6 +89,7 @@ def _shard_first(compiled: OptimizedModule, _args: Any) -> None:
 @torch.compiler.disable
 def _begin(compiled: OptimizedModule) -> None:
     shard_now(compiled._orig_mod)
+    take_over_all(compiled._orig_mod)  # before Dynamo looks for a graph: one of another model may fit its classes
     hooks = compiled._forward_pre_hooks
     for key in [key for key, hook in hooks.items() if hook is _shard_first]:
         del hooks[key]

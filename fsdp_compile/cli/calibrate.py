@@ -43,10 +43,12 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: If the file cannot be written, the time is none, or there are fewer devices than ranks.
     """
-    if arguments.seconds > _MOST_S:
-        raise ConfigError(f"{arguments.seconds} s are more than a day", where="--seconds", instead="60")
-    if not arguments.seconds > 0:
-        raise ConfigError(f"nothing is measured in {arguments.seconds} s", where="--seconds", instead="60")
+    if not 0 < arguments.seconds <= _MOST_S:
+        raise ConfigError(
+            f"cannot measure for {arguments.seconds} s",
+            where="--seconds",
+            instead="more than 0 and at most a day, as 60",
+        )
     if not arguments.out.parent.is_dir():
         raise ConfigError(f"there is no folder {arguments.out.parent}", where="--out", instead="one that exists")
     if arguments.out.is_dir():

@@ -6,6 +6,7 @@ takes part when it saves one. The callback takes that way.
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 import uuid
@@ -26,6 +27,7 @@ from transformers.distributed import DistributedConfig
 
 from fsdp_compile.errors import CheckpointError, ConfigError
 from fsdp_compile.formats.dcp_files import SafePlanner, SafeReader
+from fsdp_compile.fsdp2.module_class import user_class
 from fsdp_compile.sharding.fully_shard import fully_shard
 from fsdp_compile.state.full_params import full_params
 
@@ -67,6 +69,8 @@ class FSDPCallback(TrainerCallback):
         if model.config.distributed_config.dp_size == 1:  # transformers gathers nothing to save it
             object.__setattr__(model, "save_pretrained", _SavePretrained(model))
         object.__setattr__(model, "load_state_dict", _LoadStateDict(model))
+        # By it Trainer tells models whose labels it has to shift for label smoothing.
+        object.__setattr__(model, "_get_name", functools.partial(str, user_class(model).__name__))
         self._model = model
         self._resumed: Path | None = None
 

@@ -68,19 +68,15 @@ def _refuse_wrong_lists(step: StepGraph) -> None:
     lists = lists_of(step)
     order = step.order()
     needs: dict[str, list[int]] = {}
-    together: set[tuple[str, str]] = set()
-    for gather in step.nodes(Role.GATHER):
-        units = require(gather).units
-        together.update((one, other) for one in units for other in units)
-        for unit in units:
-            needs.setdefault(unit, []).append(order[last_wait(gather, order)])
+    for full in step.nodes(Role.FULL):  # its unit may share the gather of another one, which is needed earlier
+        needs.setdefault(require(full).unit, []).append(order[full])
     read = {require(node).unit for node in step.nodes(*DECLARING)}
     for unit, names in lists.items():
         for name in names if unit in needs else ():
             # In backward a unit may have no read although forward has one: nothing needs its parameters there.
             if name not in read and step.phase is Phase.FORWARD:
                 raise _refusal(step, unit, f"{name}, which its graph does not read", _ELSEWHERE)
-            if name in needs and max(needs[name]) < min(needs[unit]) and (unit, name) not in together:
+            if name in needs and max(needs[name]) < min(needs[unit]):
                 raise _refusal(step, unit, f"{name}, which is needed before it", _LATER)
 
 

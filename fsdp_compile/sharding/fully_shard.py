@@ -282,6 +282,8 @@ class _Call:
         }
         if policy.dp_mesh_dims is not None:  # newer than torch 2.11
             arguments["dp_mesh_dims"] = policy.dp_mesh_dims
+        for module in unit.modules:
+            private.derive_class(module)
         target: Any = unit.modules if len(unit.modules) > 1 else unit.modules[0]
         torch_fully_shard(target, ignored_params=ignored or None, **arguments)
         for params in later:

@@ -256,6 +256,24 @@ def test_accumulation_adds_at_most_one_graph_for_each_shape_and_no_frame_reaches
         assert plain < ours <= 2 * plain
 
 
+def _graphs_of_many() -> list[int]:
+    counts = []
+    for form in (lambda model: model, fully_shard):
+        torch.compiler.reset()
+        counters.clear()
+        for _ in range(4):
+            call = compile_eagerly(form(Slim()))
+            for step in range(2):
+                loss_of(call(_input(step))).backward()
+        counts.append(counters["stats"]["unique_graphs"])
+    return counts
+
+
+def test_models_of_one_class_share_a_graph_as_without_sharding() -> None:
+    for counts in run_ranks(_graphs_of_many):
+        assert counts == [1, 1]
+
+
 def _hooked_before() -> list[torch.Tensor]:
     ends = []
     for in_backward in (True, False):

@@ -54,8 +54,13 @@ def test_trainer(tmp_path: Path) -> None:
     weights = tmp_path / "sharded" / "checkpoint-4" / "model.safetensors"
     assert weights.stat().st_size == (tmp_path / "by_ddp" / "checkpoint-4" / "model.safetensors").stat().st_size
     # The Trainer reads the log of the first two steps from the checkpoint, and repeats the others.
-    resumed = _run("with_trainer", tmp_path, "fsdp", "sharded", "sharded/checkpoint-2")
+    resumed = _run("with_trainer", tmp_path, "fsdp", "sharded", "0", "sharded/checkpoint-2")
     assert resumed == found
+
+
+def test_trainer_smooths_the_labels_of_the_next_tokens(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    _same(*(_run("with_trainer", tmp_path, how, how, "0.1") for how in ("fsdp", "ddp")))
 
 
 @pytest.mark.parametrize("loss", ["nll", "dft", "whole_logits"])
@@ -66,6 +71,14 @@ def test_trl(tmp_path: Path, loss: str) -> None:
     assert any("eval_loss" in entry for entry in expected)
     assert any("mean_token_accuracy" in entry for entry in expected)
     _same(found, expected)
+
+
+@pytest.mark.parametrize("kind", ["dpo", "reward", "grpo"])
+def test_trl_preferences(tmp_path: Path, kind: str) -> None:
+    pytest.importorskip("trl")
+    expected = _run("with_trl_preferences", tmp_path, "ddp", kind, "by_ddp")
+    assert all("loss" in entry for entry in expected[:3])
+    _same(_run("with_trl_preferences", tmp_path, "fsdp", kind, "sharded"), expected)
 
 
 @pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
@@ -97,8 +110,8 @@ def test_peft(tmp_path: Path) -> None:
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_fabric(tmp_path: Path, precision: str) -> None:
     pytest.importorskip("lightning")
-    expected = _run("with_fabric", tmp_path, "ddp", precision)
-    _same(_run("with_fabric", tmp_path, "fsdp", precision), expected)
+    expected = _run("with_fabric", tmp_path, "ddp", precision, str(tmp_path))
+    _same(_run("with_fabric", tmp_path, "fsdp", precision, str(tmp_path)), expected)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])

@@ -25,3 +25,5 @@ def test_losses_and_checkpoints_are_those_of_ddp(tmp_path: Path) -> None:
     moments = [state["exp_avg"].norm().item() for state in theirs["optimizer"]["state"].values()]
     own = [state["exp_avg"].norm().item() for state in mine["optimizer"]["state"].values()]
     assert sorted(own) == pytest.approx(sorted(moments), rel=1e-4)
+    resumed = run_ranks(train, "fsdp", str(tmp_path), resume=True)
+    assert resumed[0] == pytest.approx(run_ranks(train, "ddp", str(tmp_path), resume=True)[0], rel=2e-5)

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
+    set_optimizer_state_dict,
 )
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817  nanoGPT's name
@@ -25,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817  nano
 gradient_accumulation_steps = 2
 batch_size, eval_iters, eval_interval, max_iters = 2, 2, 2, 4
 learning_rate, weight_decay, grad_clip = 1e-2, 0.1, 1.0
+FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 @dataclasses.dataclass
@@ -109,8 +111,8 @@ class GPT(nn.Module):
         return torch.optim.AdamW(optim_groups, lr=learning_rate, betas=(0.9, 0.95), eps=1e-3)
 
 
-def train(how: str, out_dir: str) -> list[float]:  # noqa: C901, PLR0915  nanoGPT's script has no functions
-    """Trains four iterations; returns the losses that rank 0 of nanoGPT logs, and gradient norms."""
+def train(how: str, out_dir: str, *, resume: bool = False) -> list[float]:  # noqa: C901, PLR0912, PLR0915  as nanoGPT's
+    """Trains four iterations, or what a checkpoint has left of them; returns rank 0's losses and gradient norms."""
     sharded = how == "fsdp"
     ddp_rank, ddp_world_size = dist.get_rank(), dist.get_world_size()
     master_process = ddp_rank == 0
@@ -128,7 +130,16 @@ def train(how: str, out_dir: str) -> list[float]:  # noqa: C901, PLR0915  nanoGP
 
     model: Any = GPT(GPTConfig())
     scaler = torch.amp.GradScaler("cpu", enabled=False)
+    first_iter, best_val_loss = 0, 1e9
+    if resume:
+        checkpoint = torch.load(Path(out_dir, f"{how}.pt"))
+        model.load_state_dict(checkpoint["model"])
+        first_iter, best_val_loss = checkpoint["iter_num"], checkpoint["best_val_loss"]
     optimizer = model.configure_optimizers()
+    if resume and sharded:
+        set_optimizer_state_dict(model, optimizer, checkpoint["optimizer"], options=FULL)
+    elif resume:
+        optimizer.load_state_dict(checkpoint["optimizer"])
     if sharded:
         raw_model = model
         options: Any = {"sync_module_states": True, "lower": "eager"}
@@ -151,21 +162,23 @@ def train(how: str, out_dir: str) -> list[float]:  # noqa: C901, PLR0915  nanoGP
 
     found = []
     x, y = get_batch("train")
-    for iter_num in range(max_iters):
-        if iter_num % eval_interval == 0:
-            if sharded or master_process:
-                losses = estimate_loss()
-                found.append(losses)
-            if iter_num > 0 and sharded:
-                full = StateDictOptions(full_state_dict=True, cpu_offload=True)
-                checkpoint = {
-                    "model": get_model_state_dict(raw_model, options=full),
-                    "optimizer": get_optimizer_state_dict(raw_model, optimizer, options=full),
-                }
-            elif iter_num > 0:
-                checkpoint = {"model": raw_model.state_dict(), "optimizer": optimizer.state_dict()}
-            if iter_num > 0 and master_process:
-                torch.save(checkpoint, Path(out_dir, f"{how}.pt"))
+    for iter_num in range(first_iter, max_iters):
+        if iter_num % eval_interval == 0 and (sharded or master_process):
+            losses = [estimate_loss()]
+            if sharded:
+                dist.broadcast_object_list(losses)
+            found += losses
+            if losses[0] < best_val_loss:
+                best_val_loss = losses[0]
+                if iter_num > 0:
+                    checkpoint = {"iter_num": iter_num, "best_val_loss": best_val_loss}
+                    if sharded:
+                        checkpoint["model"] = get_model_state_dict(raw_model, options=FULL)
+                        checkpoint["optimizer"] = get_optimizer_state_dict(raw_model, optimizer, options=FULL)
+                    else:
+                        checkpoint |= {"model": raw_model.state_dict(), "optimizer": optimizer.state_dict()}
+                    if master_process:
+                        torch.save(checkpoint, Path(out_dir, f"{how}.pt"))
         for micro_step in range(accumulation_steps):
             model.require_backward_grad_sync = micro_step == accumulation_steps - 1
             _, loss = model(x, y)

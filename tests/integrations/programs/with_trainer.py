@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 from tests.integrations.programs.report import report, run
 
 
-def _arguments(folder: str, *, sharded: bool) -> TrainingArguments:
+def _arguments(folder: str, smoothing: float, *, sharded: bool) -> TrainingArguments:
     return TrainingArguments(
         output_dir=folder,
         per_device_train_batch_size=4,
@@ -18,6 +18,7 @@ def _arguments(folder: str, *, sharded: bool) -> TrainingArguments:
         learning_rate=1e-2,
         adam_epsilon=1e-3,
         max_grad_norm=0.5,
+        label_smoothing_factor=smoothing,
         eval_strategy="steps",
         eval_steps=2,
         save_strategy="steps",
@@ -29,7 +30,7 @@ def _arguments(folder: str, *, sharded: bool) -> TrainingArguments:
     )
 
 
-def main(how: str, folder: str, resume_from: str | None = None) -> None:
+def main(how: str, folder: str, smoothing: str = "0", resume_from: str | None = None) -> None:
     """Trains a small Llama and reports losses, gradient norms and evaluation losses."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(
@@ -50,7 +51,7 @@ def main(how: str, folder: str, resume_from: str | None = None) -> None:
         if folder.endswith("replicated"):
             fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
         callbacks.append(FSDPCallback(model, options={"lower": "eager"}))
-    arguments = _arguments(folder, sharded=how == "fsdp")
+    arguments = _arguments(folder, float(smoothing), sharded=how == "fsdp")
     trainer = Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=data[:16], callbacks=callbacks)
     trainer.train(resume_from_checkpoint=resume_from)
     shown = ("loss", "grad_norm", "eval_loss")

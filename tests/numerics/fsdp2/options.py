@@ -6,26 +6,24 @@ import contextlib
 import copy
 import dataclasses
 import itertools
-import random
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import FSDPOptions, flat_step, fully_shard, no_sync, step_in_backward
 from fsdp_compile.cost.hardware import hardware
 from fsdp_compile.errors import FSDPCompileError
-from tests.fsdp2.decoder import Decoder, Tied, batch, cross_entropy
+from tests.fsdp2.decoder import Decoder, Tied, batch, cross_entropy, gathered_by_hooks
+from tests.pairwise import Row, Value, with_defaults
 from tests.two_sides import BITS, adamw, compare_gradients, compare_parameters
-
-Row = dict[str, str]
-"""By the name of an axis, the name of one of its values."""
-Value = tuple[str, str]
-"""The names of an axis, and of one of its values."""
 
 
 def _by_hand(model: Decoder, **settings: Any) -> None:
@@ -41,6 +39,12 @@ def _nested(model: Decoder, **settings: Any) -> None:
     _by_hand(model, **settings)
 
 
+def _lists(model: Decoder, **settings: Any) -> None:
+    fully_shard(list(model.blocks), **settings)
+    fully_shard([model.embedding, model.head], **settings)
+    fully_shard(model, **settings)
+
+
 def _freeze(model: Decoder) -> Decoder:
     model.embedding.requires_grad_(requires_grad=False)
     model.blocks[0].requires_grad_(requires_grad=False)
@@ -52,6 +56,7 @@ LAYOUTS: dict[str, tuple[Callable[[], Decoder], Callable[..., object]]] = {
     "plain": (Decoder, lambda *_, **__: None),
     "blocks": (Decoder, _by_hand),
     "nested": (Decoder, _nested),
+    "lists": (Decoder, _lists),
     "tied": (Tied, fully_shard),
     "tied, plain": (Tied, lambda *_, **__: None),
     "frozen": (lambda: _freeze(Decoder()), _by_hand),
@@ -83,12 +88,47 @@ OPTIONS: dict[str, dict[str, Any]] = {
 WAYS: dict[str, dict[str, Any]] = {
     "form": dict.fromkeys(("module", "in place", "blocks", "function", "step")),
     "optimizer": {"plain": lambda optimizer: optimizer, "flat": flat_step, "in backward": step_in_backward},
-    "microbatches": {"one": 1, "two": 2},
+    "microbatches": {"one": (), "two": (no_sync,)},
     "dynamic": {"unset": None, "dynamic": True},
     "rows": {"same": 0, "by rank": 1},
 }
 """How the model is compiled and trained."""
 AXES: dict[str, dict[str, Any]] = {"layout": LAYOUTS, **SETTINGS, **OPTIONS, **WAYS}
+
+
+class _Checkpointed(Decoder):
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+def _wrapped() -> Decoder:
+    model = Decoder()
+    model.blocks = nn.ModuleList(map(checkpoint_wrapper, model.blocks))
+    return model
+
+
+@contextlib.contextmanager
+def _without_replicas(model: Any) -> Iterator[None]:
+    model.set_requires_all_reduce(False)
+    yield
+    model.set_requires_all_reduce(True)
+
+
+FOUR_RANKS: dict[str, dict[str, Any]] = {
+    "layout": {name: LAYOUTS[name] for name in ("automatic", "blocks", "nested", "lists")},
+    "blocks": {"kept": Decoder, "checkpointed": _Checkpointed, "wrapped": _wrapped},
+    "mesh": {"2x2": (2, 2), "4": (4,), "4x1": (4, 1)},
+    "mp_policy": SETTINGS["mp_policy"],
+    "reshard_after_forward": SETTINGS["reshard_after_forward"],
+    "offload_policy": SETTINGS["offload_policy"],
+    "form": dict.fromkeys(("module", "in place", "blocks", "step")),
+    "optimizer": WAYS["optimizer"],
+    "microbatches": {**WAYS["microbatches"], "three": (no_sync, no_sync), "scattered": (_without_replicas,)},
+}
+"""Axes of a second drawing: hybrid sharding, offloading, checkpointed blocks and accumulation."""
 NOT_DRAWN = {
     "lower": "all is run operator by operator, for bits",
     "inductor": "the same",
@@ -135,57 +175,21 @@ def fields() -> set[str]:
     return {field.name for field in dataclasses.fields(FSDPOptions)}
 
 
-def covering() -> list[Row]:
-    """Rows in which every two values of two axes are together that may be, the same in each run."""
-    drawn, contradict = random.Random(0), refused()
-    pairs = (itertools.product(_of(a), _of(b)) for a, b in itertools.combinations(AXES, 2))
-    missing = set(map(frozenset, itertools.chain.from_iterable(pairs))) - contradict.keys()
-    rows = []
-    while missing:
-        # Each candidate begins with a pair that is missing, and takes what meets most of the others, axis by axis.
-        candidates = [_grown(dict(drawn.choice(sorted(map(sorted, missing)))), missing, drawn) for _ in range(8)]
-        rows.append(max(candidates, key=lambda row: len(missing & _pairs(row))))
-        missing -= _pairs(rows[-1])
-    assert not any(_pairs(row) & contradict.keys() for row in rows)
-    return rows
-
-
-def with_defaults(pair: Iterable[Value]) -> Row:
-    """A row of the first value of each axis, but for a pair."""
-    return {axis: next(iter(AXES[axis])) for axis in AXES} | dict(pair)
-
-
-def _of(axis: str) -> list[Value]:
-    return [(axis, value) for value in AXES[axis]]
-
-
-def _pairs(row: Row) -> set[frozenset[Value]]:
-    return {frozenset(pair) for pair in itertools.combinations(row.items(), 2)}
-
-
-def _grown(row: Row, missing: set[frozenset[Value]], drawn: random.Random) -> Row:
-    contradict = refused()
-
-    def gain(value: Value) -> int:
-        pairs = [frozenset({value, one}) for one in row.items()]
-        return -1 if any(pair in contradict for pair in pairs) else sum(pair in missing for pair in pairs)
-
-    for axis in drawn.sample(list(AXES), len(AXES)):
-        if axis not in row:
-            row |= [max(drawn.sample(_of(axis), len(AXES[axis])), key=gain)]
-    return {axis: row[axis] for axis in AXES}
-
-
-def train(rows: list[Row]) -> list[str]:
+def train(rows: list[Row], axes: dict[str, dict[str, Any]] = AXES) -> list[str]:
     """Trains each row beside FSDP2: "" if all bits are the same, else the error by name in the first call."""
-    return [_train(row) for row in rows]
+    return [_train(with_defaults(AXES, row.items()), axes) for row in rows]
 
 
-def _train(row: Row) -> str:
+def _train(row: Row, axes: dict[str, dict[str, Any]]) -> str:
     torch.compiler.reset()
-    value = {axis: AXES[axis][name] for axis, name in row.items()}
+    value = {axis: {**AXES, **axes}[axis][name] for axis, name in row.items()}
     make, shard = value["layout"]
+    make = value.get("blocks", make)
     settings = {name: value[name] for name in SETTINGS if value[name] not in (None, False)}
+    if "mesh" in value:
+        settings["mesh"] = init_device_mesh(
+            "cpu", value["mesh"], mesh_dim_names=("replicate", "shard")[-len(value["mesh"]) :]
+        )
     torch.manual_seed(0)
     model = make()
     reference = copy.deepcopy(model)
@@ -202,7 +206,9 @@ def _train(row: Row) -> str:
         options |= settings if is_plain else {}
         call = _compiled(model, row["form"], options=options, dynamic=value["dynamic"])
         mine, theirs = value["optimizer"](adamw(list(model.parameters()))), adamw(list(reference.parameters()))
-        _steps((model, reference), call, (mine, theirs), value, calls)
+        with gathered_by_hooks() as titles:
+            _steps((model, reference), call, (mine, theirs), value, calls)
+        assert not [title for title in titles if row["form"] != "blocks" or title.startswith("blocks")]
     except (FSDPCompileError, BackendCompilerFailed) as error:
         named = getattr(error, "inner_exception", error)
         if calls or not isinstance(named, FSDPCompileError):
@@ -239,11 +245,9 @@ def _steps(
     pair: tuple[Any, Any], call: Any, optimizers: tuple[Any, Any], value: dict[str, Any], calls: list[torch.Tensor]
 ) -> None:
     for step in range(2):
-        for number in range(value["microbatches"]):
-            tokens = batch(2 * step + number, (2 + value["rows"] * dist.get_rank(), 5))
-            with contextlib.ExitStack() as held:
-                for each in pair if number < value["microbatches"] - 1 else ():
-                    held.enter_context(no_sync(each))
+        for number, unreduced in enumerate((*value["microbatches"], contextlib.nullcontext)):
+            tokens = batch(3 * step + number, (2 + value["rows"] * dist.get_rank(), 5))
+            with unreduced(pair[0]), unreduced(pair[1]):
                 ours, expected = call(tokens), _backward(cross_entropy(pair[1], tokens))
             calls.append(ours)
             assert torch.equal(ours, expected), f"losses of step {step}: {ours} {expected}"

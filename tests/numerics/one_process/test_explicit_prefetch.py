@@ -13,6 +13,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from fsdp_compile import ConfigError, explain, fully_shard
 from fsdp_compile.cost.communicate import Kind
 from tests import long
+from tests.delayed_copies import ON_SUCH_A_HOST, host_apart
 from tests.fake_world import fake_world
 from tests.models.kinds import WIDTH, GraphBreaks, Stack, StackOfThree
 from tests.numerics.one_process.measure import Differences, train_pair
@@ -103,6 +104,24 @@ def test_a_list_may_overtake_and_can_be_taken_back() -> None:
     assert _names(_starts(_step(model))[0]) == ["blocks.0", "blocks.2", "blocks.1", "(root)"]
     model.blocks[0].set_modules_to_forward_prefetch([])
     assert _names(_starts(_step(model))[0]) == ["blocks.0", "blocks.1", "blocks.2", "(root)"]
+
+
+@pytest.mark.usefixtures("world")
+def test_a_list_may_name_a_unit_that_shares_the_gather_of_one_before() -> None:
+    model: Any = StackOfThree()
+    first, offloaded, third = model.blocks
+    fully_shard(first)
+    fully_shard(offloaded, offload_policy=ON_SUCH_A_HOST)
+    fully_shard(third)
+    fully_shard(model)
+    offloaded.set_modules_to_forward_prefetch([third])
+    offloaded.set_modules_to_backward_prefetch([first])
+    with host_apart():
+        forward, backward = _starts(_step(model, bucket_mb=1))
+    assert (_names(forward)[:2], _names(backward)) == (
+        ["blocks.0, blocks.2", "blocks.1"],
+        ["blocks.2, blocks.0", "blocks.1"],
+    )
 
 
 def _before(model: Any) -> None:
