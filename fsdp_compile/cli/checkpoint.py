@@ -185,11 +185,12 @@ def _check_convert(arguments: argparse.Namespace) -> None:
 
 def _described(checkpoint: Checkpoint) -> dict[str, Any]:
     """What `--json` prints of a checkpoint."""
+    from fsdp_compile.formats.files import MARKER, read_marker
+
     path, tensors = checkpoint.path, _tensors(checkpoint.values)
+    step = read_marker(path).step if (path / MARKER).exists() else None
     kind = {
-        "dcp": "a folder, torch.distributed.checkpoint"
-        if checkpoint.step is None
-        else "a step of fsdp-compile train, torch.distributed.checkpoint",
+        "dcp": f"{'a folder' if step is None else 'a step of fsdp-compile train'}, torch.distributed.checkpoint",
         "torch": "a file of torch.save",
         "safetensors": "a file of safetensors" if path.is_file() else "a folder of safetensors, Hugging Face",
     }
@@ -198,7 +199,7 @@ def _described(checkpoint: Checkpoint) -> dict[str, Any]:
         "path": str(path),
         "format": checkpoint.format,
         "description": kind[checkpoint.format],
-        "step": checkpoint.step,
+        "step": step,
         "files": [file.name for file in files],
         "bytes": _bytes(tensors),
         "tensors": tensors,

@@ -52,7 +52,6 @@ class Checkpoint:
         values: By name, in the order of the files. Tensors are mapped files, not read yet; those of DCP are on meta,
             and its other values None, until `read` gives them.
         places: Where values are. A name is a place, joined by dots.
-        reader: Of a folder of DCP.
     """
 
     path: Path
@@ -60,11 +59,6 @@ class Checkpoint:
     values: dict[str, Any]
     places: dict[str, Place]
     reader: SafeReader | None = None
-
-    @property
-    def step(self) -> int | None:
-        """The steps that were done, None unless `fsdp-compile train` wrote it."""
-        return read_marker(self.path).step if (self.path / MARKER).exists() else None
 
     def read(self, name: str) -> Any:
         """A value; a tensor is full and on the host. Raises a `CheckpointError` if a file is damaged."""
@@ -85,7 +79,7 @@ class Checkpoint:
         if self.reader is None:
             return
         stored = self.reader.read_metadata().storage_data.values()
-        if self.step is not None:
+        if (self.path / MARKER).exists():
             digests = read_marker(self.path).files
             for name, digest in digests.items():
                 check_contents(self.path / name, digest)
@@ -95,7 +89,7 @@ class Checkpoint:
             path = self.path / info.relative_path
             with naming("read", path), path.open("rb") as file:
                 file.seek(info.offset)
-                chunk = io.BytesIO(file.read(min(info.length, size_of(path))))
+                chunk = io.BytesIO(file.read(info.length))
                 _check_sums(chunk, f"{path}, bytes {info.offset} to {info.offset + info.length}")
 
 
@@ -114,13 +108,17 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     if not path.exists():
         raise ConfigError(f"there is no {path}", where="PATH", instead="a file or folder of a checkpoint")
     with naming("read", path):
-        checkpoint = _opened(path)
+        if (path / METADATA).exists():
+            checkpoint = _open_dcp(path)
+        elif path.suffix == SUFFIX or path.is_dir():
+            checkpoint = _open_safetensors(path)
+        else:
+            checkpoint = _open_torch(path)
     for name in checkpoint.values:
         if _FLAT_PARAMETER.fullmatch(name):
             raise CheckpointError(
                 f"{path} is a LOCAL_STATE_DICT of FSDP1: {name} holds several parameters, and no file says which",
-                instead="load it with FSDP1 on as many ranks, then save it under "
-                "FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT) or FULL_STATE_DICT",
+                instead="load it with FSDP1 on as many ranks, then save it as a SHARDED_STATE_DICT or FULL_STATE_DICT",
             )
     return checkpoint
 
@@ -128,8 +126,8 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
 def verify_checkpoint(path: Path | str, finite: Finite = Finite.IGNORE) -> Checkpoint:
     """Read all of a checkpoint, one tensor at a time.
 
-    Digests and checksums are compared where there are any, every file must be there and as long as it should be, the
-    chunks of a tensor cover it exactly once, an index says what is in files, and every value can be read.
+    Digests and checksums are compared, files must be there and as long as they should be, chunks cover each tensor
+    once, an index says what is in files, and every value can be read.
 
     Raises:
         ConfigError: There is no such path.
@@ -154,42 +152,17 @@ def joined(place: Place) -> str:
     return ".".join(map(str, place))
 
 
-def memory_of(value: Tensor) -> object:
-    """The same for two tensors that are the same memory and the same values, as long as there are both."""
-    if value.is_meta or not value.numel():
-        return id(value)
-    # A conjugated or negated view of a tensor has its memory, and other values.
-    return value.data_ptr(), value.shape, value.stride(), value.dtype, value.is_conj(), value.is_neg()
-
-
 def tied(values: Mapping[str, Any]) -> dict[str, str]:
     """Names of tensors that are the memory of another one, with the name before them that has it."""
     first: dict[object, str] = {}
-    kept = {n: first.setdefault(memory_of(value), n) for n, value in values.items() if isinstance(value, Tensor)}
-    return {name: other for name, other in kept.items() if other != name}
-
-
-def _opened(path: Path) -> Checkpoint:
-    if path.is_dir():
-        if (path / METADATA).exists():
-            return _open_dcp(path)
-        if (path / INDEX).exists() or any(file.suffix == SUFFIX for file in path.iterdir()):
-            return _open_safetensors(path)
-        problem = f"has neither {METADATA} nor {INDEX} nor a file of safetensors"
-    else:
-        size_of(path)
-        with path.open("rb") as file:
-            start = file.read(9)
-        if start.startswith(b"PK\x03\x04") and path.suffix != ".distcp":
-            return _open_torch(path)
-        if start[8:] == b"{":  # after the length of the header
-            return _open_safetensors(path)
-        problem = f"is no checkpoint: it {f'begins with {start!r}' if start else 'is empty'}"
-    raise CheckpointError(
-        f"{path} {problem}",
-        instead="a folder of torch.distributed.checkpoint, a file of torch.save (torch 1.6 or later), "
-        "a file of safetensors or a folder of them",
-    )
+    found = {}
+    for name, value in values.items():
+        if isinstance(value, Tensor) and value.numel() and not value.is_meta:
+            # A conjugated or negated view of a tensor has its memory, and other values.
+            memory = value.data_ptr(), value.shape, value.stride(), value.dtype, value.is_conj(), value.is_neg()
+            if (kept := first.setdefault(memory, name)) != name:
+                found[name] = kept
+    return found
 
 
 def _open_dcp(path: Path) -> Checkpoint:
@@ -199,19 +172,29 @@ def _open_dcp(path: Path) -> Checkpoint:
     with naming("read", path / METADATA):
         size_of(path / METADATA)
         metadata = reader.read_metadata()
+        positions = range(len(metadata.state_dict_metadata))
         for name, value in metadata.state_dict_metadata.items():
             is_tensor = isinstance(value, TensorStorageMetadata)
             values[name] = torch.empty(value.size, dtype=value.properties.dtype, device="meta") if is_tensor else None
             # DCP notes it unless its planner was told to leave nested dictionaries as they are.
             place = places[name] = tuple((metadata.planner_data or {}).get(name, (name,)))
-            most = len(metadata.state_dict_metadata)
-            are_keys = all(type(key) is str or (type(key) is int and 0 <= key < most) for key in place)
+            are_keys = all(type(key) is str or (type(key) is int and key in positions) for key in place)
             if not are_keys or joined(place) != name:
                 raise ValueError(f"the place of {name} is {place}")
+    ends: dict[Path, int] = {}
+    for info in metadata.storage_data.values():
+        file = path / info.relative_path
+        ends[file] = max(ends.get(file, 0), info.offset + info.length)
+    for file, end in ends.items():
+        with naming("read", file):
+            if (size := size_of(file)) < end:
+                raise CheckpointError(f"{file} has {size} bytes, and should have {end} at least")
     return Checkpoint(path, Format.DCP, values, places, reader)
 
 
 def _open_torch(path: Path) -> Checkpoint:
+    if not size_of(path) or not zipfile.is_zipfile(path) or path.suffix == ".distcp":
+        raise CheckpointError(f"{path} is no file of torch.save (torch 1.6 or later), and none that ends in {SUFFIX}")
     loaded = torch.load(path, weights_only=True, mmap=True, map_location="cpu")
     if not isinstance(loaded, Mapping):
         raise CheckpointError(f"{path} holds a {type(loaded).__name__}, and no dictionary of tensors")
@@ -235,8 +218,8 @@ def _open_safetensors(path: Path) -> Checkpoint:
             if elsewhere := [file for file in index.values() if file != Path(file).name]:
                 raise CheckpointError(f"{path / INDEX} refers to {elsewhere[0]}, which is no file of its folder")
         files = [path / file for file in sorted(set(index.values()))]
-    elif len(files) > 1:
-        raise CheckpointError(f"{path} has {len(files)} files of safetensors, and no {INDEX}")
+    elif len(files) != 1:
+        raise CheckpointError(f"{path} has no {METADATA}, {len(files)} files of safetensors and no {INDEX}")
     found = {file: _mapped(file) for file in files}
     if index is not None:
         # The second name of a memory is noted in its file alone.

@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -25,14 +26,11 @@ from fsdp_compile.formats.checkpoint import (
     Place,
     all_finite,
     joined,
-    memory_of,
     open_checkpoint,
     tied,
 )
 from fsdp_compile.formats.dcp import NamingFiles, NamingWriter
 from fsdp_compile.formats.files import naming
-
-_SMALL_BYTES = 1 << 20
 
 
 class Others(StrEnum):
@@ -124,32 +122,20 @@ def _check_free(target: Path) -> None:
 
 def _selected(source: Checkpoint, options: ConvertOptions) -> tuple[dict[str, Place], list[str]]:
     """New places, by name in the source, of what is taken; and the names of what is left out."""
-    if not source.values:
-        raise ConfigError(f"{source.path} has nothing to convert", where=str(source.path))
     part, places = options.part, dict(source.places)
     parts = " or ".join(dict.fromkeys(str(place[0]) for place in places.values() if len(place) > 1))
     if part is not None:
         places = {name: place[1:] for name, place in places.items() if len(place) > 1 and place[0] == part}
-        if not places:
-            instead = f"--part {parts}" if parts else f"--strip-prefix {part}."
-            raise ConfigError(f"{source.path} has no dictionary {part}", where="--part", instead=instead)
-    for name in () if source.format is options.to is Format.DCP else places:
-        params = source.read(name) if source.places[name][-3::2] == ("param_groups", "params") else None
-        if isinstance(params, list) and any(type(key) is int for key in params):
-            raise ConfigError(
-                f"{name} in {source.path} are numbers, of which formats make text in the optimizer's state",
-                where=str(source.path),
-                instead="save what torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer) "
-                "gives, whose keys are names; or take another --part",
-            )
+    if not places:
+        instead = None if part is None else f"--part {parts}" if parts else f"--strip-prefix {part}."
+        raise ConfigError(f"{source.path} has no {part or 'values'} to convert", where="--part", instead=instead)
+    if not source.format is options.to is Format.DCP:
+        _refuse_numbered(source, places)
     if not (options.to is Format.SAFETENSORS or options.dtype or options.strip_prefix or options.prefix):
         return places, []
     if any(len(place) > 1 for place in places.values()):
-        raise ConfigError(
-            f"{source.path} has several dictionaries; safetensors, --dtype, --strip-prefix and --prefix take one",
-            where=str(source.path),
-            instead=f"--part {parts}",
-        )
+        what = f"{source.path} has several dictionaries; safetensors, --dtype, --strip-prefix and --prefix take one"
+        raise ConfigError(what, where=str(source.path), instead=f"--part {parts}")
     others = [name for name in places if not isinstance(source.values[name], Tensor)]
     left_out = others if options.to is Format.SAFETENSORS else []
     if left_out and options.others is Others.REFUSE:
@@ -167,35 +153,40 @@ def _selected(source: Checkpoint, options: ConvertOptions) -> tuple[dict[str, Pl
     return {name: (key,) for name, key in new.items()}, left_out
 
 
+def _refuse_numbered(source: Checkpoint, places: Iterable[str]) -> None:
+    """Refuse an optimizer that was saved by position."""
+    for name in places:
+        params = source.read(name) if source.places[name][-3::2] == ("param_groups", "params") else None
+        if isinstance(params, list) and any(type(key) is int for key in params):
+            what = f"{name} in {source.path} are numbers, of which formats make text in the optimizer's state"
+            save = "save what torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer) gives"
+            raise ConfigError(what, where=name, instead=f"{save}, whose keys are names; or take another --part")
+
+
 def _read(source: Checkpoint, places: dict[str, Place], options: ConvertOptions, folder: Path) -> dict[str, Any]:
     """Values by new name, cast; tensors are in files, and those that are one memory stay so."""
     dtype: torch.dtype | None = getattr(torch, options.dtype) if options.dtype else None
-    values: dict[str, Any] = {}
-    read: dict[object, Any] = {}
-    for name, place in places.items():
-        described = source.values[name]
-        key = memory_of(described) if isinstance(described, Tensor) else name
-        if key not in read:
-            value = source.read(name)
-            if isinstance(value, Tensor):
-                # Torch conjugates and negates views only when they are read.
-                found = value.detach().resolve_conj().resolve_neg().contiguous()
-                value = found.to(dtype) if dtype and found.is_floating_point() else found
-                if value is not found and all_finite(found) and not all_finite(value):
-                    raise CheckpointError(
-                        f"{name} has values that {options.dtype} cannot hold", where="--dtype", instead="bfloat16"
-                    )
-                is_in_file = value.data_ptr() == described.data_ptr() and value.untyped_storage().nbytes() == value.nbytes
-                if not is_in_file or not value.numel():  # empty ones may begin where another one does
-                    value = _in_file(value, folder / "memory")
-            read[key] = value
-        values[joined(place)] = read[key]
-    return values
+    second = tied(source.values)
+    read: dict[str, Any] = {}
+    for name in dict.fromkeys(second.get(name, name) for name in places):
+        value, described = source.read(name), source.values[name]
+        if isinstance(value, Tensor):
+            # Torch conjugates and negates views only when they are read.
+            found = value.detach().resolve_conj().resolve_neg().contiguous()
+            value = found.to(dtype) if dtype and found.is_floating_point() else found
+            if value is not found and all_finite(found) and not all_finite(value):
+                what = f"{name} has values that {options.dtype} cannot hold"
+                raise CheckpointError(what, where="--dtype", instead="bfloat16")
+            is_in_file = value.data_ptr() == described.data_ptr() and value.untyped_storage().nbytes() == value.nbytes
+            if not is_in_file or not value.numel():  # empty ones may begin where another one does
+                value = _in_file(value, folder / "memory")
+        read[name] = value
+    return {joined(place): read[second.get(name, name)] for name, place in places.items()}
 
 
 def _in_file(value: Tensor, path: Path) -> Tensor:
     """A copy of a tensor in a file, which the system writes to disk, and drops from memory, as it likes."""
-    if value.nbytes < _SMALL_BYTES:  # a process maps 65,530 files at most
+    if value.nbytes < 1 << 20:  # a process maps 65,530 files at most
         return value.clone()
     with path.open("wb") as file:
         # Where the disk is full, this is an error; a write to mapped memory would end the process.
@@ -218,19 +209,18 @@ def _write_safetensors(values: dict[str, Tensor], target: Path, max_bytes: float
             filled = 0
         shards[-1][name] = values[name]
         filled += values[name].nbytes
-    files = [target]
-    if target.suffix != SUFFIX:
-        target.mkdir()
-        numbers = [f"-{number:05d}-of-{len(shards):05d}" for number in range(1, len(shards) + 1)]
-        files = [target / f"model{number if len(shards) > 1 else ''}{SUFFIX}" for number in numbers]
-    for shard, file in zip(shards, files, strict=True):
+    index: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        part = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
+        file = target if target.suffix == SUFFIX else target / f"model{part}{SUFFIX}"
+        file.parent.mkdir(exist_ok=True)
         file.touch()
         mode = file.stat().st_mode
         # transformers reads no file without the format.
         save_file(shard, file, {"format": "pt"} | {name: kept for name, kept in second.items() if kept in shard})
         file.chmod(mode)  # safetensors gives other users no permission
+        index |= dict.fromkeys(shard, file.name)
     if len(shards) > 1:
-        total = sum(value.nbytes for shard in shards for value in shard.values())
-        index = {name: file.name for shard, file in zip(shards, files, strict=True) for name in shard}
+        total = sum(values[name].nbytes for name in index)
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2)
         (target / INDEX).write_text(text)

@@ -1,7 +1,4 @@
-"""Files of checkpoints: errors that name them, and `complete.json`, the digest of every file of a checkpoint.
-
-`fsdp-compile train` writes `complete.json` last into the folder of a checkpoint.
-"""
+"""Files of checkpoints: errors that name them, and `complete.json`, which has the digest of each and is written last."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import json
 import re
 import reprlib
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,11 +22,9 @@ _REFUSED = re.compile(r"(?:unsupported GLOBAL|Unsupported global: GLOBAL|unsuppo
 
 @contextmanager
 def naming(what: str, path: Path) -> Iterator[None]:
-    """Raise what is raised inside as a `CheckpointError` that names a file; errors of this package stay as they are.
+    """Raise what is raised inside as a `CheckpointError`: "cannot {what} {path}", or the path of an `OSError`, and why.
 
-    Args:
-        what: What is done to the file, such as "read".
-        path: The file; an `OSError` may have a better one.
+    Errors of this package stay as they are.
     """
     try:
         yield
@@ -80,7 +75,11 @@ def read_marker(checkpoint: Path) -> Marker:
         size_of(path)
         read = json.loads(path.read_bytes())
         files = {name: FileDigest(int(each["size_bytes"]), str(each["sha256"])) for name, each in read["files"].items()}
-        _check_names(files)
+        for name in files:
+            if name != Path(name).name or name in {"", ".."}:
+                raise ValueError(f"{reprlib.repr(name)} is a file elsewhere")  # noqa: TRY301
+            if not (name.isascii() and name.isprintable()):
+                raise ValueError(f"{reprlib.repr(name)} is no name of a file")  # noqa: TRY301
         return Marker(str(read["run"]), int(read["step"]), files)
     except FileNotFoundError:
         raise CheckpointError(f"{checkpoint} is no complete checkpoint: it has no {MARKER}") from None
@@ -88,14 +87,6 @@ def read_marker(checkpoint: Path) -> Marker:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from None
-
-
-def _check_names(names: Iterable[str]) -> None:
-    for name in names:
-        if name != Path(name).name or name in {"", ".."}:
-            raise ValueError(f"{reprlib.repr(name)} is a file elsewhere")
-        if not (name.isascii() and name.isprintable()):
-            raise ValueError(f"{reprlib.repr(name)} is no name of a file")
 
 
 def check_size(path: Path, digest: FileDigest) -> None:

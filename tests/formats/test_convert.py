@@ -205,7 +205,7 @@ NESTED = {"model": {"weight": torch.full((2,), 1e5)}, "optimizer": OPTIMIZER, "e
 REFUSED: dict[str, tuple[object, ConvertOptions, str]] = {
     "numbers of parameters": (NESTED, DCP, "optimizer.param_groups.0.params in {a} are numbers"),
     "the same to torch": (OPTIMIZER, TORCH, "param_groups.0.params in {a} are numbers"),
-    "no such part": (NESTED, replace(TORCH, part="modle"), "{a} has no dictionary modle"),
+    "no such part": (NESTED, replace(TORCH, part="modle"), "{a} has no modle to convert"),
     "a part of a flat file": ({"model.weight": torch.ones(2)}, replace(DCP, part="model"), "--strip-prefix model."),
     "dictionaries for safetensors": ({"a": {"b": torch.ones(2)}}, SAFETENSORS, "--part a"),
     "a dtype for all": ({"a": {"b": torch.ones(2)}}, replace(DCP, dtype="float16"), "--dtype"),
@@ -217,7 +217,7 @@ REFUSED: dict[str, tuple[object, ConvertOptions, str]] = {
         "two values of the name b",
     ),
     "no dtype of safetensors": ({"a": torch.ones(2, dtype=torch.complex128)}, SAFETENSORS, "torch.complex128"),
-    "nothing": ({}, DCP, "nothing to convert"),
+    "nothing": ({}, DCP, "has no values to convert"),
     "sparse": ({"a": torch.ones(2).to_sparse()}, DCP, "layout torch.sparse_coo"),
 }
 
