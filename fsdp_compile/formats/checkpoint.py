@@ -78,27 +78,30 @@ class Checkpoint:
                 _check_sums(file, str(self.path))
         if self.reader is None:
             return
-        stored = self.reader.read_metadata().storage_data.values()
+        stored = self.reader.read_metadata().storage_data
         if (self.path / MARKER).exists():
             digests = read_marker(self.path).files
             for name, digest in digests.items():
                 check_contents(self.path / name, digest)
-            if left := {METADATA, *(info.relative_path for info in stored)} - digests.keys():
+            if left := {METADATA, *(info.relative_path for info in stored.values())} - digests.keys():
                 raise CheckpointError(f"{self.path / MARKER} does not name {min(left)}")
-        for info in stored:
+        for index, info in stored.items():
             path = self.path / info.relative_path
             with naming("read", path), path.open("rb") as file:
+                dtype = getattr(self.values.get(index.fqn), "dtype", None)
                 file.seek(info.offset)
                 chunk = io.BytesIO(file.read(info.length))
                 _check_sums(chunk, f"{path}, bytes {info.offset} to {info.offset + info.length}")
+                chunk.seek(0)
+                if getattr(torch.load(chunk, weights_only=True), "dtype", None) is not dtype:
+                    raise CheckpointError(f"{path} has no {dtype} for {index.fqn}")
 
 
 def open_checkpoint(path: Path | str) -> Checkpoint:
     """Read what describes the values of a checkpoint. Nothing in it is executed.
 
     Args:
-        path: A folder of torch.distributed.checkpoint (`fsdp-compile train`, FSDP2, FSDP1 and DDP write them), a file
-            of `torch.save` (torch 1.6 or later), a file of safetensors, or a folder of them.
+        path: A folder of DCP, a file of `torch.save` (torch 1.6 or later), a file of safetensors, or a folder of them.
 
     Raises:
         ConfigError: There is no such path.

@@ -1,4 +1,4 @@
-"""Files of checkpoints: errors that name them, and `complete.json`, which has the digest of each and is written last."""
+"""Files of checkpoints: errors that name them, and `complete.json`, which is written last and has their digests."""
 
 from __future__ import annotations
 

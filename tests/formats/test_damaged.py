@@ -132,7 +132,7 @@ def _double_a_chunk(described: Any) -> None:
 
 
 def _change_dtype(described: Any) -> None:
-    described.properties.dtype = torch.complex128
+    described.properties.dtype = torch.int32
 
 
 def _lose_a_place(file: Path) -> None:
@@ -181,7 +181,7 @@ DAMAGE: dict[str, tuple[str, str, Callable[[Path], Any], str]] = {
     "chunks, lost": ("dcp", ".metadata", _change_chunks(_lose_a_chunk), "does not have all of model.first.weight"),
     "chunks, twice": ("dcp", ".metadata", _change_chunks(_double_a_chunk), "does not have all of model.first.weight"),
     "chunks, too large": ("dcp", ".metadata", _change_chunks(_grow), "where the 4000000000000000000 bytes of "),
-    "a wider dtype": ("dcp", ".metadata", _change_chunks(_change_dtype), "it does not say where the "),
+    "another dtype": ("dcp", ".metadata", _change_chunks(_change_dtype), "has no torch.int32 for model.first.weight"),
     "a chunk nowhere": ("dcp", ".metadata", _lose_a_place, "does not say where the "),
     "a file elsewhere": ("dcp", ".metadata", _move, "../__"),
     "a place that is taken": ("dcp", ".metadata", _contradict, "the place of model.scale is "),
