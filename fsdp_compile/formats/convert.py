@@ -136,8 +136,8 @@ def _selected(source: Checkpoint, options: ConvertOptions) -> tuple[dict[str, Pl
     if any(len(place) > 1 for place in places.values()):
         what = f"{source.path} has several dictionaries; safetensors, --dtype, --strip-prefix and --prefix take one"
         raise ConfigError(what, where=str(source.path), instead=f"--part {parts}")
-    others = [name for name in places if not isinstance(source.values[name], Tensor)]
-    left_out = others if options.to is Format.SAFETENSORS else []
+    others = (name for name in places if not isinstance(source.values[name], Tensor))
+    left_out = list(others) if options.to is Format.SAFETENSORS else []
     if left_out and options.others is Others.REFUSE:
         raise ConfigError(
             f"{left_out[0]} is no tensor, and safetensors hold nothing else",
@@ -172,28 +172,30 @@ def _read(source: Checkpoint, places: dict[str, Place], options: ConvertOptions,
         value, described = source.read(name), source.values[name]
         if isinstance(value, Tensor):
             # Torch conjugates and negates views only when they are read.
-            found = value.detach().resolve_conj().resolve_neg().contiguous()
-            value = found.to(dtype) if dtype and found.is_floating_point() else found
-            if value is not found and all_finite(found) and not all_finite(value):
-                what = f"{name} has values that {options.dtype} cannot hold"
-                raise CheckpointError(what, where="--dtype", instead="bfloat16")
+            value = value.detach().resolve_conj().resolve_neg().contiguous()
+            cast_to = dtype if dtype and value.is_floating_point() else value.dtype
             is_in_file = value.data_ptr() == described.data_ptr() and value.untyped_storage().nbytes() == value.nbytes
-            if not is_in_file or not value.numel():  # empty ones may begin where another one does
-                value = _in_file(value, folder / "memory")
+            # Empty ones may begin where another one does.
+            if cast_to != value.dtype or not is_in_file or not value.numel():
+                copied = _in_file(value.shape, cast_to, folder / "memory").copy_(value)
+                if cast_to != value.dtype and all_finite(value) and not all_finite(copied):
+                    what = f"{name} has values that {options.dtype} cannot hold"
+                    raise CheckpointError(what, where="--dtype", instead="bfloat16")
+                value = copied
         read[name] = value
     return {joined(place): read[second.get(name, name)] for name, place in places.items()}
 
 
-def _in_file(value: Tensor, path: Path) -> Tensor:
-    """A copy of a tensor in a file, which the system writes to disk, and drops from memory, as it likes."""
-    if value.nbytes < 1 << 20:  # a process maps 65,530 files at most
-        return value.clone()
+def _in_file(shape: torch.Size, dtype: torch.dtype, path: Path) -> Tensor:
+    """A tensor in a file, which the system writes to disk, and drops from memory, as it likes."""
+    if (nbytes := shape.numel() * dtype.itemsize) < 1 << 20:  # a process maps 65,530 files at most
+        return torch.empty(shape, dtype=dtype)
     with path.open("wb") as file:
         # Where the disk is full, this is an error; a write to mapped memory would end the process.
-        os.posix_fallocate(file.fileno(), 0, value.nbytes)
-    copied = torch.from_file(str(path), shared=True, size=value.numel(), dtype=value.dtype).view(value.shape)
+        os.posix_fallocate(file.fileno(), 0, nbytes)
+    mapped = torch.from_file(str(path), shared=True, size=shape.numel(), dtype=dtype)
     path.unlink()
-    return copied.copy_(value)
+    return mapped.view(shape)
 
 
 def _write_safetensors(values: dict[str, Tensor], target: Path, max_bytes: float) -> None:

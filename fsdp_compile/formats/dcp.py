@@ -48,8 +48,8 @@ class SafeReader(FileSystemReader):
             except pickle.UnpicklingError:
                 raise
             except Exception as error:  # noqa: BLE001, RUF100  # contents of another kind make anything of unpickling
-                problem = f"it is no metadata of a checkpoint ({type(error).__name__}: {error})"
-                raise pickle.UnpicklingError(problem) from None
+                what = f"{type(error).__name__}: {error}"
+                raise pickle.UnpicklingError(f"it is no metadata of a checkpoint ({what})") from None
         return self._metadata
 
 
@@ -157,7 +157,6 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     # CPython 3.11.2, for one, pickles members of an enum as attributes.
     ("builtins", "getattr"): lambda _, name: MemoryFormat[name],
 }
-"""What the pickle of a `Metadata` refers to, by module and name."""
 
 
 def _build(unpickler: Any) -> None:
