@@ -197,7 +197,7 @@ def _open_dcp(path: Path) -> Checkpoint:
 
 def _open_torch(path: Path) -> Checkpoint:
     if not size_of(path) or not zipfile.is_zipfile(path) or path.suffix == ".distcp":
-        raise CheckpointError(f"{path} is no file of torch.save (torch 1.6 or later), and none that ends in {SUFFIX}")
+        raise CheckpointError(f"{path} is cut off, or no file of torch.save (1.6 or later), or its name lacks {SUFFIX}")
     loaded = torch.load(path, weights_only=True, mmap=True, map_location="cpu")
     if not isinstance(loaded, Mapping):
         raise CheckpointError(f"{path} holds a {type(loaded).__name__}, and no dictionary of tensors")

@@ -188,7 +188,7 @@ DAMAGE: dict[str, tuple[str, str, Callable[[Path], Any], str]] = {
     "step, flipped": ("steps/step-000002", "__0_0.distcp", _flip, "the contents of {file} have changed: its SHA-256"),
     "step, without file": ("steps/step-000002", "__1_0.distcp", Path.unlink, "cannot read {file}: No such file"),
     "step, marker cut off": ("steps/step-000002", "complete.json", _truncate, "{file} is damaged: JSONDecodeError"),
-    "torch, cut off": ("model.pt", "", _truncate, "cannot read {file}: "),
+    "torch, cut off": ("model.pt", "", _truncate, "{file} is cut off, or no file of torch.save"),
     "torch, flipped": (
         "model.pt",
         "",
@@ -201,9 +201,9 @@ DAMAGE: dict[str, tuple[str, str, Callable[[Path], Any], str]] = {
         _harm,
         "cannot read {file}: it refers to posix.mkdir, which no checkpoint",
     ),
-    "a pickle": ("model.pt", "", _harm_by_pickle, "{file} is no file of torch.save (torch 1.6 or later)"),
-    "empty": ("model.pt", "", lambda file: file.write_bytes(b""), "{file} is no file of torch.save"),
-    "foreign": ("model.pt", "", _replace, "{file} is no file of torch.save"),
+    "a pickle": ("model.pt", "", _harm_by_pickle, "{file} is cut off, or no file of torch.save"),
+    "empty": ("model.pt", "", lambda file: file.write_bytes(b""), "{file} is cut off, or no file of torch.save"),
+    "foreign": ("model.pt", "", _replace, "{file} is cut off, or no file of torch.save"),
     "no dictionary": ("model.pt", "", lambda file: torch.save([torch.ones(2)], file), "{file} holds a list"),
     "safetensors, cut off": ("model.safetensors", "", _truncate, "cannot read {file}: "),
     "index, missing": ("hf", "model.safetensors.index.json", Path.unlink, "4 files of safetensors and no"),
@@ -292,7 +292,7 @@ def test_files_of_one_ranks_rows_are_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_a_shard_by_itself_is_refused(written: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"is no file of torch\.save"):
+    with pytest.raises(CheckpointError, match=r"is cut off, or no file of torch\.save"):
         open_checkpoint(written / "dcp" / "__0_0.distcp")
 
 
