@@ -153,6 +153,15 @@ def test_tensors_are_aligned_in_safetensors(tmp_path: Path) -> None:
         assert described["data_offsets"][0] % state()[name].element_size() == 0, name
 
 
+def test_others_may_read_what_they_may_read_elsewhere(tmp_path: Path) -> None:
+    """safetensors itself gives a file to its owner alone."""
+    torch.save(state(), tmp_path / "a.pt")
+    (tmp_path / "made").touch()
+    for name, options in [("b.safetensors", SAFETENSORS), ("c.pt", TORCH)]:
+        convert_checkpoint(tmp_path / "a.pt", tmp_path / name, options)
+        assert (tmp_path / name).stat().st_mode == (tmp_path / "made").stat().st_mode
+
+
 def _in_memory() -> int:
     """Bytes of this process that are in no file."""
     (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon")]
