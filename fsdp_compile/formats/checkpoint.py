@@ -178,7 +178,7 @@ def _open_dcp(path: Path) -> Checkpoint:
     places: dict[str, Place] = {}
     with naming("read", path / METADATA):
         size_of(path / METADATA)
-        metadata = reader.read_metadata()
+        metadata: Any = reader.read_metadata()
         positions = range(len(metadata.state_dict_metadata))
         for name, value in metadata.state_dict_metadata.items():
             is_tensor = isinstance(value, TensorStorageMetadata)

@@ -258,7 +258,7 @@ def test_drawn_chunks_are_judged_as_counting_does(tmp_path: Path) -> None:
     judged = set()
     for _ in range(500):
         counts = torch.zeros(2, 3)
-        chunks = []
+        chunks: list[Chunk] = []
         for _ in range(draw.randint(1, 3)):
             (a, b), (c, d) = (sorted((draw.randint(0, length), draw.randint(0, length))) for length in counts.shape)
             counts[a:b, c:d] += 1
