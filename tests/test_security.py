@@ -56,6 +56,10 @@ def test_nothing_executes_what_it_reads_but_where_that_is_our_own() -> None:
                 # By themselves torch's reader and planner unpickle `.metadata` and values.
                 assert given.get("planner") == "SafePlanner()", f"{path}:{call.lineno}"
                 assert given.get("storage_reader") in {"SafeReader(folder)", "reader"}, f"{path}:{call.lineno}"
+            if name == "load_state_dict":  # what torch's converters call
+                assert ast.unparse(call) == "load_state_dict(state, self.reader, planner=planner, no_dist=True)"
+                assert "reader: SafeReader | None" in path.read_text()
+                assert "planner = SafePlanner(" in path.read_text()
     assert found == EXECUTES
 
 

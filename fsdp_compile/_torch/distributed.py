@@ -14,10 +14,13 @@ import torch.distributed._functional_collectives
 from torch._C._distributed_c10d import _register_process_group, _resolve_process_group
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed.checkpoint import metadata
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict as load_state_dict
+from torch.distributed.checkpoint.state_dict_saver import _save_state_dict as save_state_dict
 from torch.distributed.utils import _apply_to_tensors
 
-__all__ = ["StorageInfo"]
+__all__ = ["StorageInfo", "flatten_state_dict", "load_state_dict", "save_state_dict", "unflatten_state_dict"]
 
 MemoryFormat: Any = metadata._MEM_FORMAT_ENCODING
 """What DCP writes for `torch.memory_format`."""

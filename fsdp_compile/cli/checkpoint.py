@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from fsdp_compile.config.choices import DTYPES
-from fsdp_compile.errors import CheckpointError
-from fsdp_compile.formats.options import SHARD_GB, ConvertOptions, Format, Others, check_convert, check_exists
+from fsdp_compile.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from fsdp_compile.formats.entries import Checkpoint
+    from fsdp_compile.formats.checkpoint import Checkpoint
 
 NAME = "checkpoint"
 ABOUT = "Show, verify and convert checkpoints of any format; needs no model and no ranks, and executes nothing in them."
 
+_STEP = re.compile(r"step-[0-9]+")
 _PATH: Final = (
     "a folder of torch.distributed.checkpoint, of fsdp-compile train (a step, or a run), a file of torch.save, "
     "a file of safetensors, or a folder of them"
@@ -45,7 +48,7 @@ def _add_convert(convert: argparse.ArgumentParser) -> None:
     convert.add_argument(
         "target", type=Path, metavar="DST", help="a path that is free; of safetensors, one file if it ends so"
     )
-    convert.add_argument("--to", choices=[each.value for each in Format], required=True, help="the format of DST")
+    convert.add_argument("--to", choices=["dcp", "torch", "safetensors"], required=True, help="the format of DST")
     convert.add_argument("--part", metavar="KEY", help="take this dictionary of the outermost one, such as model")
     convert.add_argument("--strip-prefix", default="", metavar="TEXT", help="remove it from names that begin with it")
     convert.add_argument("--prefix", default="", metavar="TEXT", help="put it before every name, after that")
@@ -54,14 +57,10 @@ def _add_convert(convert: argparse.ArgumentParser) -> None:
         "--max-shard-gb",
         type=float,
         metavar="GB",
-        help=f"1e9 bytes that a file of a folder of safetensors may have (default: {SHARD_GB:g})",
+        help="1e9 bytes that a file of a folder of safetensors may have (default: 5)",
     )
     convert.add_argument(
-        "--drop-others",
-        action="store_const",
-        const=Others.DROP,
-        default=Others.REFUSE,
-        help="leave out what is no tensor, which safetensors cannot hold",
+        "--drop-others", action="store_true", help="leave out what is no tensor, which safetensors cannot hold"
     )
 
 
@@ -85,91 +84,154 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _info(paths: Sequence[Path], *, as_json: bool) -> int:
-    for path in paths:
-        check_exists(path)
+    folders = [folder for path in paths for folder in step_folders(path)]
     # Whatever is refused above is refused without importing torch.
-    from fsdp_compile.formats.detect import open_checkpoint, step_folders
+    from fsdp_compile.formats.checkpoint import open_checkpoint
 
-    found = [open_checkpoint(each) for path in paths for each in step_folders(path)]
+    found = [_described(open_checkpoint(folder)) for folder in folders]
     if as_json:
-        print(json.dumps([_described(checkpoint) for checkpoint in found], indent=2))
+        print(json.dumps(found, indent=2))
         return 0
-    for checkpoint in found:
-        _show(checkpoint)
+    for described in found:
+        _show(described)
     return 0
 
 
 def _verify(paths: Sequence[Path], *, require_finite: bool) -> int:
-    for path in paths:
-        check_exists(path)
-    from fsdp_compile.formats.detect import step_folders
-    from fsdp_compile.formats.entries import nbytes, tensors
-    from fsdp_compile.formats.verify import Finite, verify_checkpoint
+    folders = [folder for path in paths for folder in step_folders(path)]
+    from fsdp_compile.formats.checkpoint import Finite, verify_checkpoint
 
     status = 0
-    for path in [folder for each in paths for folder in step_folders(each)]:
+    for path in folders:
         try:
-            verified = verify_checkpoint(path, Finite.REQUIRE if require_finite else Finite.IGNORE)
+            described = _described(verify_checkpoint(path, Finite.REQUIRE if require_finite else Finite.IGNORE))
         except CheckpointError as error:
             _print_problem(error)
             status = 1
             continue
-        entries = verified.checkpoint.entries
-        size = f"{_count(list(tensors(entries)), 'tensor')}, {_size(nbytes(entries))}"
+        size = f"{_count(described['tensors'], 'tensor')}, {_size(described['bytes'])}"
+        compared = "names and sizes" if described["format"] == "safetensors" else "checksums"
+        digests = "" if described["step"] is None else "digests and "
         finite = ", all values finite" if require_finite else ""
-        print(f"{path} is right: {size}, {verified.compared}{finite}")
+        print(f"{path} is right: {size}, {digests}{compared}{finite}")
     return status
 
 
+def step_folders(path: Path) -> list[Path]:
+    """The steps in the folder of a run of `fsdp-compile train`, or of its checkpoints; for any other path, the path.
+
+    Raises:
+        ConfigError: There is no such path.
+    """
+    if not path.exists():
+        raise ConfigError(f"there is no {path}", where="PATH", instead="a file or folder of a checkpoint")
+    if not path.is_dir() or (path / ".metadata").exists():
+        return [path]
+    found = [*path.iterdir(), *path.glob("checkpoints/*")]
+    steps = [each for each in found if _STEP.fullmatch(each.name) and each.is_dir()]
+    return sorted(steps, key=lambda step: int(step.name.removeprefix("step-"))) or [path]
+
+
 def _convert(arguments: argparse.Namespace) -> int:
+    _check_convert(arguments)
+    from fsdp_compile.formats.checkpoint import Format
+    from fsdp_compile.formats.convert import ConvertOptions, Others, convert_checkpoint
+
     options = ConvertOptions(
         to=Format(arguments.to),
         part=arguments.part,
         strip_prefix=arguments.strip_prefix,
         prefix=arguments.prefix,
         dtype=arguments.dtype,
-        max_shard_gb=arguments.max_shard_gb,
-        others=arguments.drop_others,
+        max_shard_gb=5.0 if arguments.max_shard_gb is None else arguments.max_shard_gb,
+        others=Others.DROP if arguments.drop_others else Others.REFUSE,
     )
-    check_convert(arguments.source, arguments.target, options)
-    from fsdp_compile.formats.convert import convert_checkpoint
-    from fsdp_compile.formats.entries import nbytes, tensors
-
-    done = convert_checkpoint(arguments.source, arguments.target, options)
-    print(f"wrote {done.path}: {_count(list(tensors(done.entries)), 'tensor')}, {_size(nbytes(done.entries))}")
-    for name in done.left_out:
+    values, left_out = convert_checkpoint(arguments.source, arguments.target, options)
+    tensors = _tensors(values)
+    print(f"wrote {arguments.target}: {_count(tensors, 'tensor')}, {_size(_bytes(tensors))}")
+    for name in left_out:
         print(_plain(f"left out: {name}"))
     return 0
 
 
+def _check_convert(arguments: argparse.Namespace) -> None:
+    """Refuses what cannot be converted, as far as names and options tell."""
+    source, target, to = arguments.source, arguments.target, arguments.to
+    if not source.exists():
+        raise ConfigError(f"there is no {source}", where="PATH", instead="a file or folder of a checkpoint")
+    if os.path.lexists(target):
+        raise ConfigError(f"{target} exists", where="DST", instead="a name that is free")
+    if not target.absolute().parent.is_dir():
+        folder = target.absolute().parent
+        raise ConfigError(f"{folder} is no folder", where="DST", instead="a path in a folder that exists")
+    most = arguments.max_shard_gb
+    if most is not None and not most > 0:
+        raise ConfigError(f"files of {most} GB hold nothing", where="--max-shard-gb", instead="5")
+    if most is not None and (to != "safetensors" or target.suffix == ".safetensors"):
+        raise ConfigError(
+            "only a folder of safetensors is divided into files of some size",
+            where="--max-shard-gb",
+            instead="--to safetensors and a DST that does not end in .safetensors, or leave it out",
+        )
+    if arguments.drop_others and to != "safetensors":
+        raise ConfigError(f"{to} has a place for other values", where="--drop-others", instead="leave it out")
+    if to == "safetensors" and find_spec("safetensors") is None:
+        raise ConfigError(
+            "this takes the package safetensors, which is not installed",
+            where="--to",
+            instead="pip install 'fsdp-compile[safetensors]'",
+        )
+
+
 def _described(checkpoint: Checkpoint) -> dict[str, Any]:
     """What `--json` prints of a checkpoint."""
-    from fsdp_compile.formats.entries import nbytes, others, tensors
+    from fsdp_compile.formats.files import MARKER, read_marker
 
+    path, tensors = checkpoint.path, _tensors(checkpoint.values)
+    step = read_marker(path).step if (path / MARKER).exists() else None
+    kind = {
+        "dcp": f"{'a folder' if step is None else 'a step of fsdp-compile train'}, torch.distributed.checkpoint",
+        "torch": "a file of torch.save",
+        "safetensors": "a file of safetensors" if path.is_file() else "a folder of safetensors, Hugging Face",
+    }
+    files = [path] if path.is_file() else sorted(each for each in path.iterdir() if each.is_file())
     return {
-        "path": str(checkpoint.path),
+        "path": str(path),
         "format": checkpoint.format,
-        "description": checkpoint.description,
-        "writers": checkpoint.writers,
-        "step": checkpoint.step,
-        "files": [path.name for path in checkpoint.files()],
-        "bytes": nbytes(checkpoint.entries),
-        "tensors": [
-            {
-                "name": entry.name,
-                "shape": list(info.shape),
-                "dtype": str(info.dtype).removeprefix("torch."),
-                "bytes": info.nbytes,
-                "tied_to": entry.tied_to,
-            }
-            for entry, info in tensors(checkpoint.entries)
-        ],
-        "others": others(checkpoint.entries),
+        "description": kind[checkpoint.format],
+        "step": step,
+        "files": [file.name for file in files],
+        "bytes": _bytes(tensors),
+        "tensors": tensors,
+        "others": sorted(checkpoint.values.keys() - {tensor["name"] for tensor in tensors}),
     }
 
 
-def _show(checkpoint: Checkpoint) -> None:
-    described = _described(checkpoint)
+def _tensors(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    from torch import Tensor
+
+    from fsdp_compile.formats.checkpoint import tied
+
+    second = tied(values)
+    return [
+        {
+            "name": name,
+            "shape": list(value.shape),
+            "dtype": str(value.dtype).removeprefix("torch."),
+            "bytes": value.nbytes,
+            "tied_to": second.get(name),
+        }
+        for name, value in values.items()
+        if isinstance(value, Tensor)
+    ]
+
+
+def _bytes(tensors: Sequence[dict[str, Any]]) -> int:
+    """Those that are the same memory count once."""
+    return sum(tensor["bytes"] for tensor in tensors if tensor["tied_to"] is None)
+
+
+def _show(described: dict[str, Any]) -> None:
     rows = [(_plain(t["name"]), str(t["shape"]), _plain(_dtype(t))) for t in described["tensors"]]
     rows += [(_plain(name), "", "no tensor") for name in described["others"]]
     summary = _summary(described)
@@ -200,8 +262,6 @@ def _summary(described: dict[str, Any]) -> str:
         f"{described['path']}: {described['description']}",
         f"{counts}, {_size(described['bytes'])} ({each_size}), {_count(described['files'], 'file')}",
     ]
-    if described["writers"] is not None:
-        known.append(f"ranks that wrote values: {described['writers']}")
     if described["step"] is not None:
         known.append(f"steps that were done: {described['step']}")
     return "\n".join(known)

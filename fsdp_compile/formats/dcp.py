@@ -1,218 +1,189 @@
-"""Folders of torch.distributed.checkpoint (DCP), whatever wrote them; those of `fsdp-compile train` are among them.
+"""Files of torch.distributed.checkpoint (DCP): nothing in them is executed, and errors name them.
 
-.metadata         names, shapes, and in which part of which file each chunk of a tensor is
-__0_0.distcp      what rank 0 wrote: chunk after chunk as `torch.save` writes it
-complete.json     of `fsdp-compile train`: the digest of every file
+DCP's `.metadata` is a pickle, and so are the values in its shards that are no tensors (learning rates and the like).
+Torch loads both with all that pickle can do. What is allowed here holds values and does nothing else.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import IO, Any, cast
+import io
+import pickle
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import metadata as kinds
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
 
-from fsdp_compile.errors import CheckpointError
-from fsdp_compile.formats.causes import naming
-from fsdp_compile.formats.complete import MARKER, check_contents, read_marker, size_of
-from fsdp_compile.formats.coverage import Box, problem_with
-from fsdp_compile.formats.dcp_files import SafeReader
-from fsdp_compile.formats.dcp_metadata import METADATA
-from fsdp_compile.formats.entries import Checkpoint, Entry, Place, TensorInfo, check_names, contiguous
-from fsdp_compile.formats.file_part import FilePart, check_sums
-from fsdp_compile.formats.options import Format
+from fsdp_compile._torch.distributed import MemoryFormat, StorageInfo
 
-_FILE = re.compile(r"__(\d+)_\d+\.distcp")
+METADATA = ".metadata"
 
 
-@dataclass(frozen=True)
-class Stored:
-    """Where a chunk is, or a value that is no tensor.
+class SafeReader(FileSystemReader):
+    """Reads a checkpoint of DCP whose `.metadata` may come from anywhere; it is read once."""
 
-    Attributes:
-        path: The file.
-        offset: The first byte.
-        length: How many bytes.
-    """
+    _metadata: Metadata | None = None
 
-    path: Path
-    offset: int
-    length: int
+    def read_metadata(self) -> Metadata:  # type: ignore[override, unused-ignore]  # a rank of its own has no metadata here
+        """What is in the checkpoint; its shards are files of its folder, and have each element of each tensor once.
 
-    def open(self) -> FilePart:
-        """These bytes, to be read."""
-        return FilePart(self.path, self.offset, self.length)
-
-    def __str__(self) -> str:
-        return f"{self.path}, bytes {self.offset} to {self.offset + self.length}"
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """A part of a tensor, and where it is."""
-
-    box: Box
-    stored: Stored
+        Raises:
+            OSError: Its `.metadata` cannot be read.
+            pickle.UnpicklingError: That file is anything else than the metadata of a checkpoint.
+        """
+        if self._metadata is None:
+            # No more can be read of this than there is, whatever lengths it claims.
+            pickled = io.BytesIO((Path(self.path) / METADATA).read_bytes())
+            try:
+                self._metadata = _checked(_MetadataUnpickler(pickled).load())
+            except pickle.UnpicklingError:
+                raise
+            except Exception as error:  # noqa: BLE001, RUF100  # contents of another kind make anything of unpickling
+                what = f"{type(error).__name__}: {error}"
+                raise pickle.UnpicklingError(f"it is no metadata of a checkpoint ({what})") from None
+        return self._metadata
 
 
-class DcpFolder(Checkpoint):
-    """A checkpoint of DCP."""
+class SafePlanner(DefaultLoadPlanner):
+    """Loads values that are no tensors (`weights_only`) without executing anything in their pickles."""
 
-    format = Format.DCP
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put a value into the state that is loaded."""
+        name = read_item.dest_index.fqn
+        if isinstance(self.state_dict[name], torch.Tensor):
+            raise pickle.UnpicklingError(f"{name} should be a tensor")
+        # Torch's planner unpickles whatever it gets, so it gets what was pickled here.
+        ours = io.BytesIO()
+        torch.save(torch.load(value, weights_only=True), ours)
+        ours.seek(0)
+        super().load_bytes(read_item, ours)
+
+
+class NamingWriter(FileSystemWriter):
+    """Writes a checkpoint of DCP; an `OSError` of a file has the file's name."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._metadata_path = path / METADATA
-        with naming("read", self._metadata_path):
-            size_of(self._metadata_path)
-            metadata = SafeReader(path).read_metadata()
-            self.entries = tuple(_entries(metadata))
-            check_names(path, self.entries)
-            self._chunks = {e.name: self._chunks_of(e.name, e.tensor, metadata) for e in self.entries if e.tensor}
-            self._values = {e.name: self._stored(MetadataIndex(e.name), metadata) for e in self.entries if not e.tensor}
-        self._infos = {entry.name: entry.tensor for entry in self.entries if entry.tensor}
-        self._check_sizes()
-        self._is_step = (path / MARKER).exists()
-        self.step = read_marker(path).step if self._is_step else None
-        kind = "a step of fsdp-compile train" if self._is_step else "a folder"
-        self.description = f"{kind}, torch.distributed.checkpoint"
-        # Not by all files of the folder, where an earlier save by more ranks may have left some.
-        named = [_FILE.fullmatch(stored.path.name) for stored in self._all_stored()]
-        self.writers = len({match[1] for match in named if match}) or None
+        super().__init__(path)
+        self.fs = NamingFiles()
 
-    def read_tensor(self, name: str) -> Tensor:
-        """Put a full tensor together of its chunks."""
-        info, chunks = self._infos[name], self._chunks[name]
-        if len(chunks) == 1 and chunks[0].box.sizes == info.shape:
-            return self._read_chunk(name, chunks[0], info.dtype)
-        with naming("read", self.path):
-            whole = torch.empty(info.shape, dtype=info.dtype)
+
+class NamingFiles(FileSystem):
+    """Files that are written; for `torch.save`, a full disk is an "unexpected pos", and closing one names no file."""
+
+    @contextmanager
+    def create_stream(self, path: str | PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        """Open a file; an `OSError` of it has its name."""
+        stream = None
+        try:
+            with _Stream(io.FileIO(path, mode)) as stream:
+                yield stream
+        except Exception as error:
+            cause = error if stream is None or stream.failure is None else stream.failure
+            if not isinstance(cause, OSError):
+                raise
+            raise OSError(cause.errno, cause.strerror, str(path)) from None
+
+
+class _Stream(io.BufferedWriter):
+    failure: OSError | None = None  # of the first write that failed
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.failure = self.failure or error
+            raise
+
+    def fileno(self) -> int:
+        # Called by `fsync`, before which torch 2.13 does not flush `.metadata`.
+        self.flush()
+        return super().fileno()
+
+
+def _checked(metadata: Any) -> Metadata:
+    if type(metadata) is not Metadata:  # a class, which unpickles as well as its instances, has attributes too
+        raise pickle.UnpicklingError("it is not the metadata of a checkpoint")
+    for info in metadata.storage_data.values():
+        if info.relative_path != Path(info.relative_path).name:
+            raise pickle.UnpicklingError(f"it refers to {info.relative_path}, a file elsewhere")
+    for name, value in metadata.state_dict_metadata.items():
+        chunks = value.chunks if isinstance(value, TensorStorageMetadata) else []
+        if isinstance(value, TensorStorageMetadata) and not _is_covered(value):
+            raise pickle.UnpicklingError(f"it does not have all of {name}")
         for chunk in chunks:
-            whole[chunk.box.index].copy_(self._read_chunk(name, chunk, info.dtype))
-        return whole
-
-    def read_other(self, name: str) -> Any:
-        """Unpickle with `weights_only`."""
-        stored = self._values[name]
-        with naming(f"read {name} in", stored.path), stored.open() as file:
-            return torch.load(cast(IO[bytes], file), weights_only=True, map_location="cpu")
-
-    def numbered(self) -> Sequence[str]:
-        """Names of the states of optimizers whose groups have numbers for parameters: DCP made text of their keys."""
-        found: dict[Place, None] = {}
-        for entry in self.entries:
-            match entry.place:
-                case (*outer, "param_groups", int(), "params") if entry.tensor is None:
-                    params = self.read_other(entry.name)
-                    if isinstance(params, list) and any(type(key) is int for key in params):
-                        found[*outer, "state"] = None
-        inside = {entry.place[:depth] for entry in self.entries for depth in range(1, len(entry.place))}
-        return [".".join(map(str, place)) for place in found if place in inside]
-
-    def check_files(self) -> str:
-        """Compare files with `complete.json`, and each chunk with its checksums."""
-        compared = "checksums"
-        if self._is_step:
-            marker = read_marker(self.path)
-            for name, digest in marker.files.items():
-                check_contents(self.path / name, digest)
-            named = {METADATA, *(stored.path.name for stored in self._all_stored())}
-            if left := named - marker.files.keys():
-                raise CheckpointError(f"{self.path / MARKER} does not name {min(left)}")
-            compared = "digests and checksums"
-        for stored in self._all_stored():
-            with naming("read", stored.path), stored.open() as file:
-                check_sums(file, str(stored))
-        return compared
-
-    def _read_chunk(self, name: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
-        path = chunk.stored.path
-        with naming(f"read {name} in", path), chunk.stored.open() as file:
-            value = torch.load(cast(IO[bytes], file), weights_only=True, map_location="cpu")
-            if not isinstance(value, Tensor) or value.shape != chunk.box.sizes or value.dtype != dtype:
-                raise CheckpointError(f"{path} has no {dtype} of shape {list(chunk.box.sizes)} for {name}")
-            return contiguous(value)
-
-    def _chunks_of(self, name: str, info: TensorInfo, metadata: Metadata) -> tuple[Chunk, ...]:
-        """Where the chunks of a tensor are; those without elements are left out, since ranks may share them."""
-        described: Any = metadata.state_dict_metadata[name]
-        boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in described.chunks]
-        if problem := problem_with(info.shape, boxes):
-            raise CheckpointError(f"{self._metadata_path} describes {name} wrongly: {problem}")
-        filled = [box for box in boxes if 0 not in box.sizes]
-        return tuple(Chunk(box, self._stored(MetadataIndex(name, box.offsets), metadata)) for box in filled)
-
-    def _stored(self, index: MetadataIndex, metadata: Metadata) -> Stored:
-        storage: Any = metadata.storage_data
-        if index not in storage:
-            raise CheckpointError(f"{self._metadata_path} does not say where {_part(index)} is")
-        info = storage[index]
-        if info.transform_descriptors:
-            raise CheckpointError(
-                f"{self.path} was written with an extension of torch.distributed.checkpoint that changes what is in "
-                f"files: {', '.join(map(str, info.transform_descriptors))}",
-                instead="load it with that extension, and save it without",
-            )
-        if not (type(info.offset) is type(info.length) is int and min(info.offset, info.length) >= 0):
-            raise CheckpointError(f"{self._metadata_path} says wrongly where {_part(index)} is")
-        return Stored(self.path / info.relative_path, info.offset, info.length)
-
-    def _all_stored(self) -> list[Stored]:
-        chunks = [chunk.stored for chunks in self._chunks.values() for chunk in chunks]
-        return sorted([*chunks, *self._values.values()], key=lambda stored: (stored.path, stored.offset))
-
-    def _check_sizes(self) -> None:
-        """Compare files with what is in them, so that nothing larger than a file is allocated for it."""
-        sizes: dict[Path, int] = {}
-        for stored in self._all_stored():
-            if stored.path not in sizes:
-                with naming("read", stored.path):
-                    sizes[stored.path] = size_of(stored.path)
-            if stored.offset + stored.length > sizes[stored.path]:
-                raise CheckpointError(
-                    f"{stored.path} has {sizes[stored.path]} bytes, and should have "
-                    f"{stored.offset + stored.length} at least"
-                )
-        for name, chunks in self._chunks.items():
-            for chunk in chunks:
-                needed = TensorInfo(chunk.box.sizes, self._infos[name].dtype).nbytes
-                if chunk.stored.length < needed:
-                    raise CheckpointError(
-                        f"{chunk.stored.path} has {chunk.stored.length} bytes for {name}{chunk.box}, which has {needed}"
-                    )
+            needed = chunk.sizes.numel() * value.properties.dtype.itemsize
+            info = metadata.storage_data.get(MetadataIndex(name, chunk.offsets))
+            # Ranks may share those without elements.
+            if needed and (info is None or info.length < needed):
+                raise pickle.UnpicklingError(f"it does not say where the {needed} bytes of {name} are")
+    return metadata
 
 
-def _entries(metadata: Metadata) -> list[Entry]:
-    entries = []
-    for name, described in metadata.state_dict_metadata.items():
-        info = None
-        if isinstance(described, TensorStorageMetadata):
-            info = TensorInfo(tuple(described.size), described.properties.dtype)
-            if not isinstance(info.dtype, torch.dtype):
-                raise TypeError(f"{name} has no dtype")
-        elif not isinstance(described, BytesStorageMetadata):
-            raise TypeError(f"{name} is neither a tensor nor bytes")
-        entries.append(Entry(_place(name, metadata.planner_data), info))
-    return entries
+def _is_covered(tensor: TensorStorageMetadata) -> bool:
+    """Whether chunks have each element of a tensor once; where there is none, a load leaves values as they are."""
+    # The tensor is cut at every border of a chunk. Each part must be in one chunk.
+    cuts = [{0, whole} for whole in tensor.size]
+    for chunk in tensor.chunks:
+        for borders, start, size in zip(cuts, chunk.offsets, chunk.sizes, strict=True):
+            borders |= {start, start + size}
+    grid = [sorted(borders) for borders in cuts]
+    if any((borders[0], borders[-1]) != (0, whole) for borders, whole in zip(grid, tensor.size, strict=True)):
+        return False
+    times = torch.zeros([len(borders) - 1 for borders in grid], dtype=torch.int32)
+    for chunk in tensor.chunks:
+        each = zip(grid, chunk.offsets, chunk.sizes, strict=True)
+        times[tuple(slice(bisect_left(cut, start), bisect_left(cut, start + size)) for cut, start, size in each)] += 1
+    return bool((times == 1).all())
 
 
-def _place(name: str, mapping: Any) -> Place:
-    """Where a value was in nested dictionaries; DCP notes it unless its planner was told to leave them as they are."""
-    place = tuple(mapping[name]) if isinstance(mapping, dict) and name in mapping else (name,)
-    if not all(type(key) in (str, int) for key in place) or ".".join(map(str, place)) != name:
-        raise ValueError(f"the place of {name} is {place}")
-    return place
+_DATACLASSES = (*(getattr(kinds, name) for name in kinds.__all__), StorageInfo)
+_LAYOUTS = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
+_PATHS = {"PosixPath": PurePosixPath, "WindowsPath": PureWindowsPath}  # pure ones can be made on any system
+_ALLOWED: dict[tuple[str, str], Any] = {
+    **{(kind.__module__, kind.__qualname__): kind for kind in (*_DATACLASSES, MemoryFormat, OrderedDict)},
+    **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
+    **{(f"pathlib{m}", p + name): _PATHS[name] for m in ("", "._local") for p in ("", "Pure") for name in _PATHS},
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): _LAYOUTS.__getitem__,  # not torch's, which has a cache
+    # CPython 3.11.2, for one, pickles members of an enum as attributes.
+    ("builtins", "getattr"): lambda _, name: MemoryFormat[name],
+}
 
 
-def _part(index: MetadataIndex) -> str:
-    return index.fqn if index.offset is None else f"{index.fqn}, from {list(index.offset)} on,"
+def _build(unpickler: Any) -> None:
+    """The opcode BUILD, which gives attributes to anything: to classes and functions too, and changes the process."""
+    state = unpickler.stack.pop()
+    instance = unpickler.stack[-1]
+    if type(instance) not in _DATACLASSES:
+        what = getattr(instance, "__name__", f"a {type(instance).__name__}")
+        raise pickle.UnpicklingError(f"it changes {what}, which no checkpoint needs")
+    if isinstance(instance, TensorProperties):
+        instance.__setstate__(state)
+    elif type(state) is not dict or any(not isinstance(name, str) or name.startswith("__") for name in state):
+        raise pickle.UnpicklingError(f"it gives a {type(instance).__name__} what is no field of it")
+    else:
+        vars(instance).update(state)
+
+
+class _MetadataUnpickler(pickle._Unpickler):
+    """The unpickler in Python, 1.9 s for 20,000 chunks: that in C, three times faster, cannot refuse an opcode."""
+
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = pickle._Unpickler.dispatch | {pickle.BUILD[0]: _build}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _ALLOWED:
+            raise pickle.UnpicklingError(f"it refers to {module}.{name}, which no checkpoint needs")
+        return _ALLOWED[module, name]
+
+    def get_extension(self, code: int) -> None:
+        # Pickle keeps what a code stood for once, and does not ask `find_class` again.
+        raise pickle.UnpicklingError(f"it refers to extension {code}, which no checkpoint needs")

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerState, Trainin
 from transformers.distributed import DistributedConfig
 
 from fsdp_compile.errors import CheckpointError, ConfigError
-from fsdp_compile.formats.dcp_files import SafePlanner, SafeReader
+from fsdp_compile.formats.dcp import SafePlanner, SafeReader
 from fsdp_compile.fsdp2.module_class import user_class
 from fsdp_compile.sharding.fully_shard import fully_shard
 from fsdp_compile.state.full_params import full_params

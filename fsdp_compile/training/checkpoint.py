@@ -19,9 +19,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile.errors import CheckpointError, ConfigError
-from fsdp_compile.formats.complete import MARKER, FileDigest, check_contents
-from fsdp_compile.formats.dcp_files import SafePlanner, SafeReader
-from fsdp_compile.formats.dcp_metadata import METADATA
+from fsdp_compile.formats.dcp import METADATA, SafePlanner, SafeReader
+from fsdp_compile.formats.files import MARKER, FileDigest, check_contents
 from fsdp_compile.training.checkpoint_folder import CheckpointFolder, step_of
 from fsdp_compile.training.save_plan import OwnPlanner, PlannedWriter
 from fsdp_compile.training.world import World

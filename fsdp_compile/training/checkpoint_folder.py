@@ -21,7 +21,7 @@ from enum import Enum, auto
 from pathlib import Path
 
 from fsdp_compile.errors import CheckpointError
-from fsdp_compile.formats.complete import MARKER, FileDigest, Marker, check_contents, check_size, read_marker
+from fsdp_compile.formats.files import MARKER, FileDigest, Marker, check_contents, check_size, read_marker
 
 _NAME = re.compile(r"step-([0-9]{6}|[1-9][0-9]{6,})")  # as `finish` writes them: a copy may have more zeros
 _PARTIAL = ".partial"

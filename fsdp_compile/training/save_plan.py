@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.futures import Future
 
 from fsdp_compile._torch.distributed import StorageInfo
-from fsdp_compile.formats.dcp_files import NamingWriter
+from fsdp_compile.formats.dcp import NamingWriter
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from fsdp_compile.cli.checkpoint import step_folders
 from fsdp_compile.cli.main import main
-from fsdp_compile.formats.detect import step_folders
 from tests.formats.samples import save_steps
 
 
@@ -36,7 +36,7 @@ def test_info_shows_what_is_in_a_file(file: Path, capsys: pytest.CaptureFixture[
 def test_info_as_json(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint", "info", "--json", str(file)]) == 0
     (read,) = json.loads(capsys.readouterr().out)
-    assert (read["format"], read["bytes"], read["files"], read["writers"]) == ("torch", 26, ["a.pt"], None)
+    assert (read["format"], read["bytes"], read["files"]) == ("torch", 26, ["a.pt"])
     assert read["tensors"][1] == {
         "name": "model.tied",
         "shape": [3, 2],
@@ -69,7 +69,7 @@ def test_the_steps_of_a_run_are_shown_and_verified(tmp_path: Path, capsys: pytes
     assert main(["checkpoint", "info", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert f"{tmp_path}/step-000001: a step of fsdp-compile train, torch.distributed.checkpoint" in shown
-    assert "ranks that wrote values: 2\nsteps that were done: 2\n" in shown
+    assert "steps that were done: 2\n" in shown
     assert main(["checkpoint", "verify", "--finite", str(tmp_path)]) == 0
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith(f"{tmp_path}/step-000001 is right: 8 tensors, ")
@@ -106,7 +106,7 @@ def test_an_unknown_option_is_refused_with_the_nearest(file: Path, capsys: pytes
 def test_safetensors_that_are_not_installed_are_named(
     file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fsdp_compile.formats.options.find_spec", lambda _: None)
+    monkeypatch.setattr("fsdp_compile.cli.checkpoint.find_spec", lambda _: None)
     command = ["checkpoint", "convert", str(file), str(file.parent / "b"), "--to", "safetensors", "--part", "model"]
     assert main(command) == 2
     assert "pip install 'fsdp-compile[safetensors]'" in capsys.readouterr().err

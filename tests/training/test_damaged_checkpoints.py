@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.formats.dcp_files import SafeReader
+from fsdp_compile.formats.dcp import SafeReader
 from fsdp_compile.training.checkpoint_folder import MARKER, CheckpointFolder, FileDigest
 from tests.ranks import run_ranks
 from tests.training.small_run import RUN, SmallRun

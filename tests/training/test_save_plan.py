@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from fsdp_compile.formats.dcp_files import SafeReader
+from fsdp_compile.formats.dcp import SafeReader
 from fsdp_compile.training.save_plan import OwnPlanner, PlannedWriter
 from tests import long
 from tests.ranks import run_ranks

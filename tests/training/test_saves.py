@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from fsdp_compile._torch.distributed import timeout_of
 from fsdp_compile.errors import CheckpointError
-from fsdp_compile.formats.dcp_files import SafeReader
+from fsdp_compile.formats.dcp import SafeReader
 from fsdp_compile.training.checkpoint_folder import CheckpointFolder
 from fsdp_compile.training.saves import BackgroundSaves
 from fsdp_compile.training.staging import HostBuffers

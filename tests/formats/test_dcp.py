@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copyreg
 import pickle
+import random
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
@@ -23,12 +24,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.serialization import _get_layout
 
-from fsdp_compile.formats.dcp_metadata import read_metadata
+from fsdp_compile.formats.dcp import SafeReader
 
 pytestmark = pytest.mark.core
 
 NO_CLASS = "it refers to "
 NO_METADATA = "it is not the metadata of a checkpoint"
+NOTHING = "it is no metadata of a checkpoint"
 
 
 def _metadata() -> Metadata:
@@ -49,7 +51,7 @@ def _metadata() -> Metadata:
         state_dict_metadata={**tensors, "lr": BytesStorageMetadata()},
         planner_data={"lr": ("groups", 0, "lr")},
         storage_data={
-            MetadataIndex(name, [row, 0], index): _StorageInfo(f"__{index}_0.distcp", 10 * index, 10)
+            MetadataIndex(name, [row, 0], index): _StorageInfo(f"__{index}_0.distcp", 100 * index, 100)
             for name in tensors
             for index, row in enumerate((0, 2))
         },
@@ -60,7 +62,7 @@ def _metadata() -> Metadata:
 
 def _read(folder: Path, pickled: bytes) -> Metadata:
     (folder / ".metadata").write_bytes(pickled)
-    return read_metadata(folder / ".metadata")
+    return SafeReader(folder).read_metadata()
 
 
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
@@ -130,7 +132,7 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "a class of another module": (_build(_global("torch.serialization", "MAP_LOCATION"), {}), NO_CLASS),
     "a function with a state": (
         _build(_global("torch.serialization", "_get_layout"), {"cache": {"torch.strided": "changed"}}),
-        "it changes _layout, which no checkpoint needs",
+        "it changes __getitem__, which no checkpoint needs",
     ),
     "a class with a state": (
         _build(_global(DCP, "StorageMeta"), (None, {"load_id": "changed"})),
@@ -154,23 +156,27 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     ),
     "an attribute": (
         _global("builtins", "getattr") + pickle.dumps((Metadata, "__init__"), 2)[2:-1] + b"R.",
-        "it refers to builtins.getattr, which no checkpoint needs otherwise",
+        f"{NOTHING} (KeyError: '__init__')",
     ),
     "an extension": (pickle.EXT1 + b"\x07.", "it refers to extension 7"),
-    "a class in the place of an object": (
-        _with(lambda m: setattr(m, "storage_meta", StorageMeta)),
-        "its storage_meta is of another kind",
-    ),
     "a class as metadata": (pickle.dumps(Metadata), NO_METADATA),
     "something else": (pickle.dumps({"storage_data": {}}), NO_METADATA),
-    "without storage": (_with(lambda m: setattr(m, "storage_data", None)), NO_METADATA),
+    "without storage": (_with(lambda m: setattr(m, "storage_data", None)), f"{NOTHING} (AttributeError: "),
     "storage of another kind": (
         _with(lambda m: setattr(m, "storage_data", {"weight": m.storage_meta})),
-        "it does not say in which file a tensor is",
+        f"{NOTHING} (AttributeError: ",
     ),
     "a number for a file": (
         _with(lambda m: setattr(m, "storage_data", {"weight": _StorageInfo(3, 0, 1)})),  # type: ignore[arg-type]
-        "it does not say in which file a tensor is",
+        f"{NOTHING} (TypeError: ",
+    ),
+    "a chunk that is nowhere": (
+        _with(lambda m: m.storage_data.pop(MetadataIndex("torch.float32", [2, 0]))),
+        "it does not say where the 48 bytes of torch.float32 are",
+    ),
+    "a chunk that is too small": (
+        _with(lambda m: setattr(m.storage_data[MetadataIndex("torch.float32", [2, 0])], "length", 47)),
+        "it does not say where the 48 bytes of torch.float32 are",
     ),
     "a file elsewhere": (
         _with(lambda m: setattr(m, "storage_data", {"weight": _StorageInfo("../other", 0, 1)})),
@@ -188,13 +194,13 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     ),
     "no layout": (
         _global("torch.serialization", "_get_layout") + pickle.dumps(("torch.load",), 2)[2:-1] + b"R.",
-        "it refers to a layout that does not exist",
+        f"{NOTHING} (KeyError: 'torch.load')",
     ),
-    "metadata without fields": (_global(DCP, "Metadata") + pickle.EMPTY_TUPLE + pickle.NEWOBJ + b".", NO_METADATA),
-    "no pickle": (b"foreign" * 100, "it is no metadata of a checkpoint (KeyError: "),
-    "nothing": (b"", "it is no metadata of a checkpoint (EOFError: "),
-    "cut off": (pickle.dumps(_metadata())[:-40], "it is no metadata of a checkpoint (EOFError: "),
-    "2^62 bytes": (pickle.BINBYTES8 + (2**62).to_bytes(8, "little") + b"few.", "it is no metadata of a checkpoint"),
+    "metadata without fields": (_global(DCP, "Metadata") + pickle.EMPTY_TUPLE + pickle.NEWOBJ + b".", NOTHING),
+    "no pickle": (b"foreign" * 100, f"{NOTHING} (KeyError: "),
+    "nothing": (b"", f"{NOTHING} (EOFError: "),
+    "cut off": (pickle.dumps(_metadata())[:-40], f"{NOTHING} (EOFError: "),
+    "2^62 bytes": (pickle.BINBYTES8 + (2**62).to_bytes(8, "little") + b"few.", NOTHING),
     "an index of 2^31": (pickle.LONG_BINGET + b"\xff\xff\xff\x7f.", "Memo value not found"),
 }
 
@@ -209,3 +215,54 @@ def test_all_else_is_refused_and_changes_nothing(what: str, tmp_path: Path, monk
         _read(tmp_path, pickled)
     assert message in str(caught.value)
     assert [dict(vars(each)) for each in shared] == before
+
+
+Chunk = tuple[tuple[int, ...], tuple[int, ...]]
+"""Where it begins, and how long it is."""
+
+
+def _is_read(folder: Path, shape: tuple[int, ...], chunks: list[Chunk]) -> bool:
+    made = [ChunkStorageMetadata(torch.Size(starts), torch.Size(sizes)) for starts, sizes in chunks]
+    tensor = TensorStorageMetadata(TensorProperties(torch.int8), torch.Size(shape), made)
+    stored: dict[Any, Any] = {MetadataIndex("a", starts): _StorageInfo("__0_0.distcp", 0, 99) for starts, _ in chunks}
+    try:
+        _read(folder, pickle.dumps(Metadata({"a": tensor}, storage_data=stored)))
+    except pickle.UnpicklingError:
+        return False
+    return True
+
+
+COVERED: dict[str, tuple[tuple[int, ...], list[Chunk], bool]] = {
+    "columns in rows": ((2, 4), [((0, 0), (2, 2)), ((0, 2), (1, 2)), ((1, 2), (1, 2))], True),
+    "a number": ((), [((), ())], True),
+    "nothing": ((0, 4), [], True),
+    "ranks without rows": ((1, 2), [((0, 0), (1, 2)), ((1, 0), (0, 2)), ((1, 0), (0, 2))], True),
+    "nothing of it": ((5,), [], False),
+    "twice and not at all": ((4,), [((0,), (2,)), ((1,), (2,))], False),
+    "before": ((4,), [((-1,), (5,))], False),
+    "outside": ((4,), [((0,), (5,))], False),
+    "of fewer dimensions": ((4, 1), [((0,), (4,))], False),
+    "a number twice": ((), [((), ()), ((), ())], False),
+    "no number": ((), [], False),
+}
+
+
+@pytest.mark.parametrize("name", COVERED)
+def test_each_element_is_in_one_chunk(name: str, tmp_path: Path) -> None:
+    shape, chunks, expected = COVERED[name]
+    assert _is_read(tmp_path, shape, chunks) == expected
+
+
+def test_drawn_chunks_are_judged_as_counting_does(tmp_path: Path) -> None:
+    draw = random.Random(0)
+    judged = set()
+    for _ in range(500):
+        counts = torch.zeros(2, 3)
+        chunks: list[Chunk] = []
+        for _ in range(draw.randint(1, 3)):
+            (a, b), (c, d) = (sorted((draw.randint(0, length), draw.randint(0, length))) for length in counts.shape)
+            counts[a:b, c:d] += 1
+            chunks.append(((a, c), (b - a, d - c)))
+        judged.add(bool((counts == 1).all()))
+        assert _is_read(tmp_path, (2, 3), chunks) == bool((counts == 1).all()), chunks
+    assert judged == {True, False}

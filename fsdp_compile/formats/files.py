@@ -1,0 +1,119 @@
+"""Files of checkpoints: errors that name them, and `complete.json`, which is written last and has their digests."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import reprlib
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.distributed.checkpoint import CheckpointException
+
+from fsdp_compile.errors import CheckpointError, FSDPCompileError
+
+MARKER = "complete.json"
+_REFUSED = re.compile(r"(?:unsupported GLOBAL|Unsupported global: GLOBAL|unsupported class) ([\w.]+)")
+
+
+@contextmanager
+def naming(what: str, path: Path) -> Iterator[None]:
+    """Raise what is raised inside as a `CheckpointError`: "cannot {what} {path}", or the path of an `OSError`, and why.
+
+    Errors of this package stay as they are.
+    """
+    try:
+        yield
+    except FSDPCompileError:
+        raise
+    except (Exception, CheckpointException) as raised:  # noqa: BLE001, RUF100  # files of other contents raise anything
+        error = raised.failures[min(raised.failures)][0] if isinstance(raised, CheckpointException) else raised
+        file = error.filename if isinstance(error, OSError) and isinstance(error.filename, str) else path
+        raise CheckpointError(f"cannot {what} {file}: {_cause(error)}") from None
+
+
+def _cause(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror is not None:
+        return error.strerror
+    if refused := _REFUSED.search(str(error)):
+        return f"it refers to {refused[1]}, which no checkpoint of full values needs"
+    first = next(iter(str(error).splitlines()), "").strip().split(". ")[0]  # torch goes on with advice
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+@dataclass(frozen=True)
+class FileDigest:
+    """What a file of a checkpoint must be."""
+
+    size_bytes: int
+    sha256: str
+
+    @classmethod
+    def of(cls, path: Path) -> FileDigest:
+        """The digest of a file on disk."""
+        with path.open("rb") as file:
+            return cls(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
+
+
+@dataclass(frozen=True)
+class Marker:
+    """The contents of `complete.json`; `run` is the run that wrote the checkpoint."""
+
+    run: str
+    step: int
+    files: Mapping[str, FileDigest]
+
+
+def read_marker(checkpoint: Path) -> Marker:
+    """What the `complete.json` of a checkpoint says. Raises a `CheckpointError` if it is missing or damaged."""
+    path = checkpoint / MARKER
+    try:
+        size_of(path)
+        read = json.loads(path.read_bytes())
+        files = {name: FileDigest(int(each["size_bytes"]), str(each["sha256"])) for name, each in read["files"].items()}
+        for name in files:
+            if name != Path(name).name or name in {"", ".."}:
+                raise ValueError(f"{reprlib.repr(name)} is a file elsewhere")  # noqa: TRY301
+            if not (name.isascii() and name.isprintable()):
+                raise ValueError(f"{reprlib.repr(name)} is no name of a file")  # noqa: TRY301
+        return Marker(str(read["run"]), int(read["step"]), files)
+    except FileNotFoundError:
+        raise CheckpointError(f"{checkpoint} is no complete checkpoint: it has no {MARKER}") from None
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from None
+
+
+def check_size(path: Path, digest: FileDigest) -> None:
+    """Raise a `CheckpointError` unless a file is there and has its size."""
+    with naming("read", path):
+        size = size_of(path)
+    if size != digest.size_bytes:
+        raise CheckpointError(f"{path} has {size} bytes instead of {digest.size_bytes}")
+
+
+def check_contents(path: Path, digest: FileDigest) -> None:
+    """Raise a `CheckpointError` unless a file is there and has its contents."""
+    check_size(path, digest)
+    with naming("read", path):
+        found = FileDigest.of(path)
+    if found != digest:
+        raise CheckpointError(f"the contents of {path} have changed: its SHA-256 is not the one it was written with")
+
+
+def size_of(path: Path) -> int:
+    """The bytes of a file.
+
+    Raises:
+        OSError: There is none.
+        CheckpointError: It is something else, such as a pipe or a device, whose end is never read.
+    """
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(f"{path} is no regular file")
+    return status.st_size
