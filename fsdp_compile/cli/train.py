@@ -126,7 +126,7 @@ def _job(arguments: argparse.Namespace, placement: Placement) -> Job:
     options = {field.name: given[field.name] for field in fields(TrainConfig) if field.name in given}
     device = DeviceKind(arguments.device)
     if arguments.resume is None:
-        restarted_by = str(launcher_folder() or "") if restarts() else ""
+        restarted_by = launcher_folder() if restarts() else ""
         return replace(new_job(options, arguments.out, placement, device, restarted_by), timeout_s=arguments.timeout)
     if arguments.out is not None:
         raise ConfigError("a resumed run stays in its folder", where="--out", instead="--resume FOLDER alone")
@@ -138,6 +138,6 @@ def _how_to_go_on(job: Job) -> str:
     checkpoint = job.checkpoints.newest()
     if checkpoint is None:
         return "there is no checkpoint yet, start again"
-    if step_of(checkpoint) == job.config.steps:
-        return f"all steps were done, see {job.folder.path}"
-    return f"go on with: fsdp-compile train --resume {shlex.quote(str(job.folder.path))}"
+    if step_of(checkpoint) == job.run.options.steps:
+        return f"all steps were done, see {job.folder}"
+    return f"go on with: fsdp-compile train --resume {shlex.quote(str(job.folder))}"

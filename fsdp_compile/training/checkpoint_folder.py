@@ -11,6 +11,7 @@ Everything else in the folder is the user's, and stays.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -24,7 +25,6 @@ from fsdp_compile.errors import CheckpointError
 from fsdp_compile.formats.complete import MARKER, FileDigest, Marker, check_contents, check_size, read_marker
 
 _NAME = re.compile(r"step-([0-9]{6}|[1-9][0-9]{6,})")  # as `finish` writes them: a copy may have more zeros
-_PARTIAL = ".partial"
 _DISCARDED = ".discarded-"
 
 
@@ -35,10 +35,10 @@ class Check(Enum):
     CONTENTS = auto()  # reads everything
 
 
-def step_of(checkpoint: Path) -> int | None:
-    """The number of steps in a checkpoint's name, None where it is another name."""
-    match = _NAME.fullmatch(checkpoint.name)
-    return int(match[1]) if match else None
+def step_of(checkpoint: Path | None) -> int:
+    """The number of steps in a checkpoint's name; 0 where there is none, or it is another name."""
+    match = _NAME.fullmatch(checkpoint.name) if checkpoint is not None else None
+    return int(match[1]) if match else 0
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,16 @@ class CheckpointFolder:
     @property
     def partial(self) -> Path:
         """Where a checkpoint is written."""
-        return self.path / _PARTIAL
+        return self.path / ".partial"
 
     def candidates(self) -> list[Path]:
         """Folders that are named like checkpoints, most steps first."""
-        found = [path for path in self.path.glob("step-*") if step_of(path) is not None and _is_folder(path)]
-        return sorted(found, key=lambda path: step_of(path) or 0, reverse=True)
+        found = []
+        for path in self.path.glob("step-*"):
+            with contextlib.suppress(OSError):  # it may not be seen
+                if _NAME.fullmatch(path.name) and path.is_dir():
+                    found.append(path)
+        return sorted(found, key=step_of, reverse=True)
 
     def newest(self, check: Check = Check.SIZES) -> Path | None:
         """The checkpoint of the most steps that has no problem, if there is one."""
@@ -106,13 +110,20 @@ class CheckpointFolder:
         Returns:
             Which of them cannot be removed and why, one sentence each.
         """
-        _write(self.partial / MARKER, json.dumps(asdict(Marker(self.run, step, files)), indent=1))
+        marker = self.partial / MARKER
+        try:
+            with marker.open("w") as file:
+                json.dump(asdict(Marker(self.run, step, files)), file, indent=1)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(marker)) from None  # a failed write names no file
         _sync(self.partial)
         complete = self.path / f"step-{step:06d}"
         if self._is_own(complete):
             shutil.rmtree(_renamed(complete, f"{_DISCARDED}{complete.name}"), ignore_errors=True)
         elif os.path.lexists(complete):
-            _set_aside(complete)
+            _renamed(complete, f"{complete.name}.aside")
         # A rename is atomic: all of the new folder is there, or nothing.
         self.partial.rename(complete)
         _sync(self.path)
@@ -126,15 +137,15 @@ class CheckpointFolder:
     def set_aside_after(self, step: int) -> None:
         """Rename the run's own checkpoints of later steps: they are damaged, or the run would go on from them."""
         for path in self.candidates():
-            if (step_of(path) or 0) > step and self._is_own(path):
-                _set_aside(path)
+            if step_of(path) > step and self._is_own(path):
+                _renamed(path, f"{path.name}.aside")
 
     def _remove_older(self, step: int, keep: int) -> tuple[str, ...]:
         """Remove the run's own checkpoints of up to `step` steps that are older than the newest `keep` good ones."""
         problems = []
         good = 0
         for path in self.candidates():
-            if (step_of(path) or 0) > step or not self._is_own(path):
+            if step_of(path) > step or not self._is_own(path):
                 continue
             if good == keep:
                 try:
@@ -155,23 +166,6 @@ class CheckpointFolder:
             return False
 
 
-def _is_folder(path: Path) -> bool:
-    try:
-        return path.is_dir()
-    except OSError:  # it may not be seen
-        return False
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        with path.open("w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None  # a failed write names no file
-
-
 def _sync(folder: Path) -> None:
     """Wait until the names of a folder's files are on disk."""
     descriptor = os.open(folder, os.O_RDONLY)
@@ -179,10 +173,6 @@ def _sync(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _set_aside(path: Path) -> None:
-    _renamed(path, f"{path.name}.aside")
 
 
 def _renamed(path: Path, name: str) -> Path:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fsdp_compile.errors import ConfigError
+from fsdp_compile.training.config import TrainConfig
 
 LARGEST_BLOCK_BYTES = 16384
 HELD_OUT_EVERY = 20
@@ -57,13 +58,16 @@ def read_corpus(data: str | None, seq_len: int) -> Corpus:
     Raises:
         ConfigError: The path does not exist, cannot be read, has no text, or too little.
     """
+    path = Path(sysconfig.get_path("stdlib") if data is None else data)
+    source = data or f"source of Python's standard library in {path}"
     if data is None:
-        folder = Path(sysconfig.get_path("stdlib"))
-        files: Iterable[Path] = _source_files(folder)
-        source = f"source of Python's standard library in {folder}"
+        files = _files(path, ending=".py", skipped=_NO_TEXT_FOLDERS)
+    elif path.is_dir():
+        files = _files(path)
+    elif path.is_file():
+        files = [path]
     else:
-        files = _text_files(Path(data))
-        source = data
+        raise ConfigError(f"there is no file or folder {path}", where="--data")
     return cut(b"".join(_contents(files)), seq_len, source)
 
 
@@ -94,25 +98,12 @@ def cut(text: bytes, seq_len: int, source: str) -> Corpus:
     return Corpus(blocks[~held], blocks[held], source, hashlib.sha256(text).hexdigest()[:16])
 
 
-def _source_files(folder: Path) -> list[Path]:
-    """Python files below `folder` that are neither tests nor installed packages, in a fixed order."""
-    return [file for file in _walk(folder, skipped=_NO_TEXT_FOLDERS) if file.suffix == ".py"]
-
-
-def _text_files(path: Path) -> list[Path]:
-    if path.is_file():
-        return [path]
-    if not path.is_dir():
-        raise ConfigError(f"there is no file or folder {path}", where="--data")
-    return _walk(path, skipped=frozenset())
-
-
-def _walk(folder: Path, *, skipped: frozenset[str]) -> list[Path]:
+def _files(folder: Path, *, ending: str = "", skipped: frozenset[str] = frozenset()) -> list[Path]:
     """All files below a folder but hidden ones and those in skipped folders, sorted by relative path."""
     found = []
     for parent, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if name not in skipped and not name.startswith(".")]
-        found += [Path(parent, name) for name in files if not name.startswith(".")]
+        found += [Path(parent, name) for name in files if name.endswith(ending) and not name.startswith(".")]
     # A link to nowhere cannot be read, and a pipe could be read for ever.
     found = [file for file in found if file.is_file()]
     return sorted(found, key=lambda file: file.relative_to(folder).parts)
@@ -129,36 +120,27 @@ def _contents(files: Iterable[Path]) -> Iterable[bytes]:
             yield content + _FILE_END
 
 
-@dataclass(frozen=True, kw_only=True)
-class Batches:
-    """A stream of global batches, of which every rank reads its own share.
+def draw_batch(config: TrainConfig, blocks: Tensor, key: str | int, *, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
+    """Draw the share of a rank of one batch.
 
     A batch is drawn from its key, so there is no state to save: a resumed run reads what an uninterrupted one would
-    have read, and two ranks read together what one rank would read alone. `batch_size` is that of the global batch.
+    have read, and two ranks read together what one rank would read in a single process.
+
+    Args:
+        config: Its `seed`, `seq_len` and, for all ranks together, `batch_size` are used.
+        blocks: Text, uint8 (blocks, block bytes).
+        key: Which batch: the step, or a name.
+        rank: Which share.
+        ranks: Number of shares.
+
+    Returns:
+        Tokens and the tokens that follow them, int64 (batch_size / ranks, seq_len) each.
     """
-
-    seed: int
-    batch_size: int
-    seq_len: int
-    rank: int
-    ranks: int
-
-    def draw(self, blocks: Tensor, key: str | int) -> tuple[Tensor, Tensor]:
-        """Draw this rank's share of one batch.
-
-        Args:
-            blocks: Text, uint8 (blocks, block bytes).
-            key: Which batch: the step, or a name.
-
-        Returns:
-            Tokens and the tokens that follow them, int64 (batch_size / ranks, seq_len) each.
-        """
-        # Seeded with text, Python's generator hashes all of it, whereas torch's CPU generator
-        # uses 32 bits of its seed only.
-        dice = random.Random(f"{self.seed}/{key}")
-        last_start = blocks.shape[1] - self.seq_len - 1
-        windows = [(dice.randrange(len(blocks)), dice.randint(0, last_start)) for _ in range(self.batch_size)]
-        share = self.batch_size // self.ranks
-        mine = windows[self.rank * share : (self.rank + 1) * share]
-        rows = torch.stack([blocks[block, start : start + self.seq_len + 1] for block, start in mine]).long()
-        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+    # Seeded with text, Python's generator hashes all of it, whereas torch's CPU generator uses 32 bits of its seed.
+    dice = random.Random(f"{config.seed}/{key}")
+    last_start = blocks.shape[1] - config.seq_len - 1
+    windows = [(dice.randrange(len(blocks)), dice.randint(0, last_start)) for _ in range(config.batch_size)]
+    share = config.batch_size // ranks
+    mine = windows[rank * share : (rank + 1) * share]
+    rows = torch.stack([blocks[block, start : start + config.seq_len + 1] for block, start in mine]).long()
+    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()

@@ -1,11 +1,14 @@
-"""One run: what it trains, its folder and files, on how many ranks, new or resumed."""
+"""One run: what it trains, its folder and files, on how many ranks, new or resumed. Torch is not imported early."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import uuid
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -20,132 +23,68 @@ SHORTEST_TIMEOUT_S = 1e-3
 """Torch counts milliseconds."""
 LONGEST_TIMEOUT_S = 1e8
 """About three years: torch's clocks overflow at some hundred."""
+CONFIG = "config.json"
+"""In a run's folder: what is trained on what."""
+METRICS = "metrics.jsonl"
+"""One JSON object a line: see `metrics.Record`."""
+CHECKPOINTS = "checkpoints"
 
 
-@dataclass(frozen=True)
-class Started:
-    """What a run was started with.
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a run was started with, as its `config.json` says.
 
     Attributes:
-        fingerprint: A hash of the text.
         run: What tells the run from others.
         launcher: What tells the elastic launcher that started its ranks from others; "" where nothing does.
     """
 
-    config: TrainConfig
-    fingerprint: str
+    options: TrainConfig
+    text_fingerprint: str
     run: str
     launcher: str = ""
 
+    def write(self, folder: Path) -> None:
+        """Make the run's folder and its `config.json`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        aside = (folder / CONFIG).with_suffix(".partial")  # a resumed run that is interrupted here can be resumed again
+        aside.write_text(json.dumps(asdict(self), indent=2) + "\n")
+        aside.replace(folder / CONFIG)
 
-@dataclass(frozen=True)
-class RunFolder:
-    """The paths of one run."""
-
-    path: Path
-
-    @property
-    def config(self) -> Path:
-        """What was trained on what, JSON."""
-        return self.path / "config.json"
-
-    @property
-    def metrics(self) -> Path:
-        """One JSON object a line: see `metrics.Record`."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def plot(self) -> Path:
-        """The loss curve, PNG."""
-        return self.path / "loss.png"
-
-    @property
-    def sample(self) -> Path:
-        """Text that the model wrote at the end."""
-        return self.path / "sample.txt"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of checkpoints."""
-        return self.path / "checkpoints"
-
-    def write_config(self, started: Started) -> None:
-        """Make the folder and write what `read_config` reads."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        written = {
-            "options": started.config.to_dict(),
-            "text_fingerprint": started.fingerprint,
-            "run": started.run,
-            "launcher": started.launcher,
-        }
-        aside = self.config.with_suffix(".partial")  # a resumed run that is interrupted here can be resumed again
-        aside.write_text(json.dumps(written, indent=2) + "\n")
-        aside.replace(self.config)
-
-    def read_config(self) -> Started:
-        """What the run in this folder was started with.
+    @classmethod
+    def read(cls, folder: Path) -> Run:
+        """What the run in a folder was started with.
 
         Raises:
             ConfigError: No run was started here, or the file is damaged.
         """
-        if not self.config.is_file():
-            raise ConfigError(f"there is no run in {self.path}", where="--resume", instead="the --out folder of a run")
+        path = folder / CONFIG
+        if not path.is_file():
+            raise ConfigError(f"there is no run in {folder}", where="--resume", instead="the --out folder of a run")
         try:
-            written: dict[str, Any] = json.loads(self.config.read_text())
+            written: dict[str, Any] = json.loads(path.read_text())
             if "options" in written and "run" not in written:
-                raise _of_an_earlier_version(self)
-            return Started(
-                TrainConfig.from_dict(written["options"]),
-                written["text_fingerprint"],
-                written["run"],
-                written.get("launcher", ""),  # earlier versions did not write it
-            )
+                raise ConfigError(
+                    f"the run in {folder} was started by an earlier version of fsdp_compile, whose checkpoints say "
+                    "neither which run wrote them nor what must be in their files",
+                    where="--resume",
+                    instead=f"a new run, or that version; torch.distributed.checkpoint reads {folder / CHECKPOINTS} "
+                    "as well",
+                )
+            return cls(**written | {"options": TrainConfig(**written["options"])})
         except OSError as error:
-            raise ConfigError(f"cannot read {self.config}: {error.strerror}", where="--resume") from error
+            raise ConfigError(f"cannot read {path}: {error.strerror}", where="--resume") from error
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise ConfigError(f"{self.config} is damaged: {error}", where="--resume", instead="a new run") from error
+            raise ConfigError(f"{path} is damaged: {error}", where="--resume", instead="a new run") from error
 
+    def check_text(self, fingerprint: str) -> None:
+        """Refuse to go on with another text than that which the run began with.
 
-def _of_an_earlier_version(folder: RunFolder) -> ConfigError:
-    return ConfigError(
-        f"the run in {folder.path} was started by an earlier version of fsdp_compile, whose checkpoints say neither "
-        "which run wrote them nor what must be in their files",
-        where="--resume",
-        instead=f"a new run, or that version; torch.distributed.checkpoint reads {folder.checkpoints} as well",
-    )
-
-
-def new_folder(out: Path | None, restarted_by: str = "") -> RunFolder:
-    """The folder of a new run; without `out`, one below `RUNS` named after the time.
-
-    Only ranks that a launcher has started again, `restarted_by`, may find a run there: the one that it began.
-
-    Raises:
-        ConfigError: A run was started there before, or there is a file instead of a folder.
-    """
-    folder = RunFolder(out or RUNS / datetime.now().astimezone().strftime("%Y-%m-%d_%H-%M-%S"))
-    for path in (folder.path, *folder.path.parents):
-        if path.exists() and not path.is_dir():
-            raise ConfigError(f"{path} is a file", where="--out", instead="a folder, or a path that is free")
-    if folder.config.exists() and not (restarted_by and folder.read_config().launcher == restarted_by):
-        raise ConfigError(
-            f"there is a run in {folder.path} already",
-            where="--out",
-            instead=f"another folder, or --resume {folder.path}",
-        )
-    return folder
-
-
-def newest_folder() -> RunFolder:
-    """The run below `RUNS` that was started or resumed last, whatever its name.
-
-    Raises:
-        ConfigError: There is none.
-    """
-    configs = sorted(RUNS.glob("*/config.json"), key=lambda config: (config.stat().st_mtime_ns, config.parent.name))
-    if not configs:
-        raise ConfigError(f"there is no run to resume below {RUNS}", where="--resume", instead="--resume FOLDER")
-    return RunFolder(configs[-1].parent)
+        Raises:
+            ConfigError: Its hash differs.
+        """
+        if fingerprint != self.text_fingerprint:
+            raise ConfigError("the text is not that which the run began with", where="--data", instead="a new run")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,8 +92,7 @@ class Job:
     """A run whose options were all checked, before anything is started for it.
 
     Attributes:
-        run: What tells the run from others.
-        fingerprint: A hash of the text that it began with.
+        folder: Of the run.
         done_steps: Steps of the newest checkpoint that is complete as far as names and sizes tell; 0 for a new run.
         ranks: Number of ranks on all hosts.
         timeout_s: How long a rank waits for others before all of them end.
@@ -164,10 +102,8 @@ class Job:
         ConfigError: The timeout is out of bounds.
     """
 
-    config: TrainConfig
-    folder: RunFolder
-    run: str
-    fingerprint: str
+    run: Run
+    folder: Path
     done_steps: int
     ranks: int
     device: DeviceKind
@@ -185,22 +121,12 @@ class Job:
     @property
     def checkpoints(self) -> CheckpointFolder:
         """The checkpoints of the run."""
-        return CheckpointFolder(self.folder.checkpoints, self.run)
+        return CheckpointFolder(self.folder / CHECKPOINTS, self.run.run)
 
     def restarted(self, restart: str) -> Job:
         """The same after a launcher has started the ranks again: from the last checkpoint, or from the first step."""
-        newest = self.checkpoints.newest()  # whose contents are compared when it is loaded
-        return replace(self, done_steps=0 if newest is None else step_of(newest) or 0, restart=restart)
-
-
-def check_same_text(fingerprint: str, begun_with: str) -> None:
-    """Refuses to go on with another text than that which a run began with, given hashes of both.
-
-    Raises:
-        ConfigError: They differ.
-    """
-    if fingerprint != begun_with:
-        raise ConfigError("the text is not that which the run began with", where="--data", instead="a new run")
+        # Contents are compared when it is loaded.
+        return replace(self, done_steps=step_of(self.checkpoints.newest()), restart=restart)
 
 
 def new_job(
@@ -210,7 +136,7 @@ def new_job(
 
     Args:
         options: Fields of `TrainConfig` that are not to have their defaults.
-        out: Folder of the run; None for one named after the time.
+        out: Folder of the run; None for one below `RUNS`, named after the time.
         placement: Where ranks are to run.
         device: What the user asked for.
         restarted_by: The launcher that has started this process again: a run in `out` that it began is this one.
@@ -218,28 +144,29 @@ def new_job(
     Raises:
         ConfigError: An option, the folder or the text is refused.
     """
-    config = TrainConfig.from_dict(options)
+    config = TrainConfig(**options)
     _check_ranks(config, placement)
-    folder = new_folder(out, restarted_by)
-    _refuse_inside_text(folder, config.data)
-    # Whatever is refused above is refused without importing torch.
-    from fsdp_compile.training.data import read_corpus
-
-    fingerprint = read_corpus(config.data, config.seq_len).fingerprint
-    run = uuid.uuid4().hex
-    if folder.config.exists():
-        started = folder.read_config()
-        check_same_text(fingerprint, started.fingerprint)
-        run = started.run
-    return Job(
-        config=config,
-        folder=folder,
-        run=run,
-        fingerprint=fingerprint,
-        done_steps=0,
-        ranks=placement.ranks,
-        device=device.resolve(placement.local_ranks),
-    )
+    folder = out or RUNS / datetime.now().astimezone().strftime("%Y-%m-%d_%H-%M-%S")
+    for path in (folder, *folder.parents):
+        if path.exists() and not path.is_dir():
+            raise ConfigError(f"{path} is a file", where="--out", instead="a folder, or a path that is free")
+    begun = Run.read(folder) if restarted_by and (folder / CONFIG).exists() else None
+    if (folder / CONFIG).exists() and (begun is None or begun.launcher != restarted_by):
+        raise ConfigError(
+            f"there is a run in {folder} already", where="--out", instead=f"another folder, or --resume {folder}"
+        )
+    if config.data is not None and folder.resolve().is_relative_to(Path(config.data).resolve()):
+        # Its files would become text that it trains on: each restart would find another text.
+        raise ConfigError(
+            f"the run's folder {folder} is inside of the text, {config.data}, which would change with it",
+            where="--out, --data",
+            instead="--out with a folder elsewhere, or --data with a folder of nothing but text",
+        )
+    fingerprint = _fingerprint(config)
+    if begun is not None:
+        begun.check_text(fingerprint)
+    run = Run(options=config, text_fingerprint=fingerprint, run=begun.run if begun else uuid.uuid4().hex)
+    return _job(run, folder, 0, placement, device)
 
 
 def resumed_job(options: Mapping[str, Any], path: Path | None, placement: Placement, device: DeviceKind) -> Job:
@@ -254,41 +181,71 @@ def resumed_job(options: Mapping[str, Any], path: Path | None, placement: Placem
     Raises:
         ConfigError: There is nothing to go on from, the text has changed, or an option cannot change.
     """
-    folder = newest_folder() if path is None else RunFolder(path)
-    started = folder.read_config()
-    config = started.config.resumed_with(options)
-    _check_ranks(config, placement)
-    checkpoints = CheckpointFolder(folder.checkpoints, started.run)
-    done_steps = _done_steps(checkpoints, config.steps)
-    if done_steps >= config.steps:
+    folder = newest_folder() if path is None else path
+    begun = Run.read(folder)
+    run = replace(begun, options=begun.options.resumed_with(options))
+    _check_ranks(run.options, placement)
+    done_steps = _done_steps(CheckpointFolder(folder / CHECKPOINTS, run.run), run.options.steps)
+    if done_steps >= run.options.steps:
         raise ConfigError(
-            f"the run in {folder.path} has already done its {config.steps} steps",
+            f"the run in {folder} has already done its {run.options.steps} steps",
             where="--resume",
             instead=f"--steps with more than {done_steps} to train on",
         )
-    # Whatever is refused above is refused without importing torch.
+    run.check_text(_fingerprint(run.options))
+    return _job(run, folder, done_steps, placement, device)
+
+
+def newest_folder() -> Path:
+    """The folder of the run below `RUNS` that was started or resumed last, whatever its name.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    configs = sorted(RUNS.glob(f"*/{CONFIG}"), key=lambda config: (config.stat().st_mtime_ns, config.parent.name))
+    if not configs:
+        raise ConfigError(f"there is no run to resume below {RUNS}", where="--resume", instead="--resume FOLDER")
+    return configs[-1].parent
+
+
+@contextmanager
+def lock_run(folder: Path) -> Iterator[None]:
+    """Hold the lock of a run's folder, in which two processes would write over each other's files.
+
+    It ends with this process, whatever ends that. File systems that have no locks are used without one.
+
+    Raises:
+        ConfigError: Another process holds it, or the folder cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / ".lock").open("w")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write in {folder}: {error.strerror}", where="--out", instead="a folder that you may write in"
+        ) from None
+    with file:
+        try:
+            # Of this process: compilers that it forks, and that may outlive it, do not hold it.
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                raise ConfigError(
+                    f"another process trains in {folder}", where="the run's folder", instead="wait until it has ended"
+                ) from None
+        yield
+
+
+def _job(run: Run, folder: Path, done_steps: int, placement: Placement, device: DeviceKind) -> Job:
+    resolved = device.resolve(placement.local_ranks)
+    return Job(run=run, folder=folder, done_steps=done_steps, ranks=placement.ranks, device=resolved)
+
+
+def _fingerprint(config: TrainConfig) -> str:
+    # Whatever is refused before is refused without importing torch.
     from fsdp_compile.training.data import read_corpus
 
-    check_same_text(read_corpus(config.data, config.seq_len).fingerprint, started.fingerprint)
-    return Job(
-        config=config,
-        folder=folder,
-        run=started.run,
-        fingerprint=started.fingerprint,
-        done_steps=done_steps,
-        ranks=placement.ranks,
-        device=device.resolve(placement.local_ranks),
-    )
-
-
-def _refuse_inside_text(folder: RunFolder, data: str | None) -> None:
-    """Refuses a run whose files would become text that it trains on: each restart would find another text."""
-    if data is not None and folder.path.resolve().is_relative_to(Path(data).resolve()):
-        raise ConfigError(
-            f"the run's folder {folder.path} is inside of the text, {data}, which would change as the run writes there",
-            where="--out, --data",
-            instead="--out with a folder elsewhere, or --data with a folder of text alone",
-        )
+    return read_corpus(config.data, config.seq_len).fingerprint
 
 
 def _done_steps(checkpoints: CheckpointFolder, steps: int) -> int:
@@ -299,7 +256,7 @@ def _done_steps(checkpoints: CheckpointFolder, steps: int) -> int:
     """
     check = Check.SIZES  # ranks compare the contents of what they load
     checkpoint = checkpoints.newest(check)
-    if checkpoint is not None and (step_of(checkpoint) or 0) >= steps:
+    if checkpoint is not None and step_of(checkpoint) >= steps:
         check = Check.CONTENTS  # no rank loads it if the run is done
         checkpoint = checkpoints.newest(check)
     if checkpoint is None:
@@ -309,7 +266,7 @@ def _done_steps(checkpoints: CheckpointFolder, steps: int) -> int:
             where="--resume",
             instead="a new run",
         )
-    return step_of(checkpoint) or 0
+    return step_of(checkpoint)
 
 
 def _check_ranks(config: TrainConfig, placement: Placement) -> None:

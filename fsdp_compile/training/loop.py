@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import ExitStack
+from dataclasses import replace
 
 from fsdp_compile.errors import FSDPCompileError, RankMismatchError
-from fsdp_compile.training.checkpoint import load_checkpoint
+from fsdp_compile.training.checkpoint import SaveMode, Saves, load_checkpoint
 from fsdp_compile.training.config import OnNonFinite
 from fsdp_compile.training.data import Corpus, read_corpus
-from fsdp_compile.training.job import Job, Started, check_same_text
+from fsdp_compile.training.job import METRICS, Job, lock_run
 from fsdp_compile.training.metrics import (
     Display,
     Record,
-    Silence,
     append_record,
     drop_records_after,
-    held_out_losses,
     open_display,
     plot_losses,
     read_records,
+    summary,
 )
 from fsdp_compile.training.model import generate
 from fsdp_compile.training.placement import launcher_folder
-from fsdp_compile.training.run_lock import lock_run
-from fsdp_compile.training.saves import BackgroundSaves, BlockingSaves, Saves
-from fsdp_compile.training.state_bytes import StateBytes
 from fsdp_compile.training.trainer import StepResult, Trainer
 from fsdp_compile.training.world import World
 
@@ -39,111 +37,78 @@ def train(job: Job, world: World) -> None:
         FSDPCompileError: A loss or a gradient is not finite.
         CheckpointError: A checkpoint cannot be written.
     """
-    if not world.is_first:
-        _Run(job, world, _read_same_text(job, world), Silence()).run()
-        return
-    with lock_run(job.folder.path):
+    with ExitStack() as stack:
+        if world.is_first:
+            stack.enter_context(lock_run(job.folder))
         corpus = _read_same_text(job, world)
-        with open_display(job.config.steps) as display:
-            _Run(job, world, corpus, display).run()
-
-
-class Pace:
-    """Tokens per second of training alone: `restart` follows everything else that a run does."""
-
-    def __init__(self) -> None:
-        self.restart()
-
-    def restart(self) -> None:
-        """Forget everything so far."""
-        self._tokens = 0
-        self._start_s = time.perf_counter()
-
-    def add(self, tokens: int) -> None:
-        """Count tokens that were trained on."""
-        self._tokens += tokens
-
-    def tokens_per_s(self) -> float | None:
-        """The pace since `restart`, None where nothing was counted."""
-        return self._tokens / (time.perf_counter() - self._start_s) if self._tokens else None
+        display = stack.enter_context(open_display(job.run.options.steps, is_first=world.is_first))
+        run = _Run(job, world, corpus, display)
+        stack.callback(run.saves.close)
+        run.run()
 
 
 class _Run:
     def __init__(self, job: Job, world: World, corpus: Corpus, display: Display) -> None:
+        options = job.run.options
         self.job = job
+        self.options = options
         self.world = world
         self.display = display
-        self.pace = Pace()
         self.start_s = time.perf_counter()
-        self.done_steps = 0
+        self.paced_from = 0, self.start_s
         self.skipped_steps = 0
         self.said: set[str] = set()
-        self.trainer = Trainer(job.config, corpus, world, shard_now=job.done_steps > 0)
-        kind = BackgroundSaves if job.config.async_checkpoints else BlockingSaves
-        self.saves: Saves = kind(job.checkpoints, world, keep=job.config.keep_checkpoints)
-        self._introduce(corpus)
+        replicas = f" ({options.replicas} replicas)" if options.replicas > 1 else ""
+        display.say(f"{job.ranks} ranks{replicas} on {world.device.type}, run folder {job.folder}")
+        display.say(f"text: {corpus.size_bytes / 1e6:.1f} MB, {corpus.source}")
+        display.say("compiling, about a minute where Inductor's cache is cold ...")
+        self.trainer = Trainer(options, corpus, world, shard_now=job.done_steps > 0)
+        mode = SaveMode.BACKGROUND if options.async_checkpoints else SaveMode.WAIT
+        self.saves = Saves(job.checkpoints, world, keep=options.keep_checkpoints, mode=mode)
 
     def run(self) -> None:
-        try:
-            self._train()
-        finally:
-            self.saves.close()
-
-    def _train(self) -> None:
-        self._begin()
-        updated = False
-        for step in range(self.done_steps + 1, self.job.config.steps + 1):
+        options = self.options
+        done_steps = self._begin()
+        for step in range(done_steps + 1, options.steps + 1):
             result = self.trainer.step(step)
-            self.pace.add(self.trainer.tokens_per_step)
             if result.nonfinite is not None:
                 self._stop_or_skip(step, result.nonfinite)
-            elif not updated:
-                updated = True
-                self._show_state_bytes()
-            if step == self.done_steps + 1:
-                self.pace.restart()  # the first step compiled
-            self._after_step(step, result)
+            if step == done_steps + 1:
+                self._restart_pace(step)  # the first step compiled
+            is_last = step == options.steps
+            evaluates = is_last or step % options.eval_every == 0
+            if evaluates or step % options.log_every == 0:
+                self._measure(step, result, evaluates=evaluates)
+            self._say_once(self.saves.poll())
+            if is_last or step % options.checkpoint_every == 0:
+                self._save(step)
         self._finish()
 
-    def _introduce(self, corpus: Corpus) -> None:
-        job, trainer = self.job, self.trainer
-        say = self.display.say
-        replicas = f" ({job.config.replicas} replicas)" if job.config.replicas > 1 else ""
-        say(f"{job.ranks} ranks{replicas} on {self.world.device.type}, run folder {job.folder.path}")
-        say(f"text: {corpus.size_bytes / 1e6:.1f} MB, {corpus.source}")
-        say(f"each rank will hold {compare_bytes(trainer.sharded, trainer.unsharded)}")
-        say("compiling, about a minute where Inductor's cache is cold ...")
-
-    def _begin(self) -> None:
-        job = self.job
-        started = Started(job.config, job.fingerprint, job.run, str(launcher_folder() or ""))
+    def _begin(self) -> int:
+        """Load the newest checkpoint, if there is to be one; returns its steps."""
+        job, say = self.job, self.display.say
+        done_steps = 0
         if job.restart:
-            self.display.say(f"restarted, {job.restart}")
+            say(f"restarted, {job.restart}")
         if job.done_steps:
-            self._load()
-            if self.world.is_first:
+            loaded = load_checkpoint(job.checkpoints, self.trainer.model, self.trainer.optimizer, self.world)
+            done_steps = loaded.step
+            for problem in loaded.skipped:
+                say(f"not loaded: {problem}")
+            say(f"resumed after step {done_steps}")
+        if self.world.is_first:
+            if done_steps:
+                job.checkpoints.set_aside_after(done_steps)
+            if done_steps or job.restart:
                 # A run that was killed may have recorded steps after its last checkpoint.
-                drop_records_after(job.folder.metrics, self.done_steps)
-                job.folder.write_config(started)
-            return
-        if self.world.is_first:
-            if job.restart:
-                drop_records_after(job.folder.metrics, -1)
-            job.folder.write_config(started)
-        self._record(Record(step=0, held_out_loss=self.trainer.held_out_loss(), time_s=self._time_s()))
-
-    def _load(self) -> None:
-        checkpoints = self.job.checkpoints
-        loaded = load_checkpoint(checkpoints, self.trainer.model, self.trainer.optimizer, self.world)
-        self.done_steps = loaded.step
-        if self.world.is_first:
-            checkpoints.set_aside_after(loaded.step)
-        for problem in loaded.skipped:
-            self.display.say(f"not loaded: {problem}")
-        self.display.say(f"resumed after step {loaded.step}")
+                drop_records_after(job.folder / METRICS, done_steps or -1)
+            replace(job.run, launcher=launcher_folder()).write(job.folder)
+        if not done_steps:
+            self._record(Record(step=0, held_out_loss=self.trainer.held_out_loss(), time_s=self._time_s()))
+        return done_steps
 
     def _stop_or_skip(self, step: int, what: str) -> None:
-        if self.job.config.on_nonfinite is OnNonFinite.STOP:
+        if self.options.on_nonfinite is OnNonFinite.STOP:
             self._say_once(self.saves.wait())
             newest = self.job.checkpoints.newest()
             raise FSDPCompileError(
@@ -154,23 +119,12 @@ class _Run:
         self.skipped_steps += 1
         self.display.say(f"step {step} skipped: {what}")
 
-    def _after_step(self, step: int, result: StepResult) -> None:
-        config = self.job.config
-        is_last = step == config.steps
-        evaluates = is_last or step % config.eval_every == 0
-        if evaluates or step % config.log_every == 0:
-            self._measure(step, result, evaluates=evaluates)
-        self._say_once(self.saves.poll())
-        if is_last or step % config.checkpoint_every == 0:
-            self._save(step)
-            self.pace.restart()
-
     def _save(self, step: int) -> None:
-        trainer = self.trainer
-        if not trainer.optimizer.state:
+        if self.trainer.optimizer.state:
+            self._say_once(self.saves.save(step, self.trainer.model, self.trainer.optimizer))
+        else:
             self.display.say(f"no checkpoint of step {step}: every step so far was skipped")
-            return
-        self._say_once(self.saves.save(step, trainer.model, trainer.optimizer))
+        self._restart_pace(step)
 
     def _say_once(self, problems: tuple[str, ...]) -> None:
         for problem in problems:
@@ -179,73 +133,54 @@ class _Run:
                 self.display.say(problem)
 
     def _measure(self, step: int, result: StepResult, *, evaluates: bool) -> None:
+        from_step, from_s = self.paced_from
+        tokens = (step - from_step) * self.options.batch_size * self.options.seq_len
         record = Record(
             step=step,
             loss=_number(self.world.mean(result.loss)),
             grad_norm=_number(result.grad_norm.item()),
-            lr=self.trainer.schedule(step),
-            tokens_per_s=self.pace.tokens_per_s(),
+            lr=self.options.learning_rate_of(step),
+            tokens_per_s=tokens / (time.perf_counter() - from_s) if tokens else None,
             held_out_loss=_number(self.trainer.held_out_loss()) if evaluates else None,
             time_s=self._time_s(),
             skipped_steps=self.skipped_steps,
         )
         self._record(record)
-        self.pace.restart()
+        self._restart_pace(step)
+
+    def _restart_pace(self, step: int) -> None:
+        """Count tokens per second from here: of training, and of nothing else that a run does."""
+        self.paced_from = step, time.perf_counter()
 
     def _record(self, record: Record) -> None:
         if self.world.is_first:
-            append_record(self.job.folder.metrics, record)
+            append_record(self.job.folder / METRICS, record)
         self.display.update(record)
 
-    def _show_state_bytes(self) -> None:
-        held = max(self.world.gather(self.trainer.state_bytes()), key=lambda each: each.total)
-        self.display.say(f"measured: a rank holds {compare_bytes(held, self.trainer.unsharded)}")
-
     def _finish(self) -> None:
-        config, folder, say = self.job.config, self.job.folder, self.display.say
+        folder, say = self.job.folder, self.display.say
         # On every rank, since each byte gathers parameters.
-        text = generate(
-            self.trainer.model,
-            config.prompt,
-            size_bytes=config.sample_bytes,
-            seq_len=config.seq_len,
-            temperature=config.temperature,
-            seed=config.seed,
-            device=self.world.device,
-        )
+        text = generate(self.trainer.model, self.options, self.world.device)
         self._say_once(self.saves.wait())
         if not self.world.is_first:
             return
-        if config.sample_bytes:
-            folder.sample.write_text(text, encoding="utf-8")
-            say(f"---- sample, {folder.sample} ----\n{text}\n----")
-        records = read_records(folder.metrics)
-        if plot_losses(records, folder.plot):
-            say(f"loss curve: {folder.plot}")
+        if self.options.sample_bytes:
+            sample = folder / "sample.txt"
+            sample.write_text(text, encoding="utf-8")
+            say(f"---- sample, {sample} ----\n{text}\n----")
+        records = read_records(folder / METRICS)
+        if plot_losses(records, plot := folder / "loss.png"):
+            say(f"loss curve: {plot}")
         else:
             say("no loss curve without matplotlib: pip install 'fsdp-compile[plot]'")
-        say(_summary(records, config.steps, self._time_s()))
+        say(summary(records, self.options.steps, self._time_s()))
 
     def _time_s(self) -> float:
         return round(time.perf_counter() - self.start_s, 3)
 
 
-def compare_bytes(held: StateBytes, unsharded: StateBytes) -> str:
-    """One line: the bytes of a rank and of an unsharded one, in megabytes (10^6 bytes)."""
-    parts = (
-        f"{name} {mine / 1e6:.2f} of {whole / 1e6:.2f} MB"
-        for name, mine, whole in (
-            ("parameters", held.parameters, unsharded.parameters),
-            ("gradients", held.gradients, unsharded.gradients),
-            ("AdamW state", held.optimizer, unsharded.optimizer),
-            ("together", held.total, unsharded.total),
-        )
-    )
-    return ", ".join(parts)
-
-
 def _read_same_text(job: Job, world: World) -> Corpus:
-    corpus = read_corpus(job.config.data, job.config.seq_len)
+    corpus = read_corpus(job.run.options.data, job.run.options.seq_len)
     fingerprints = world.gather(corpus.fingerprint)
     for rank, fingerprint in enumerate(fingerprints):
         if fingerprint != fingerprints[0]:
@@ -254,21 +189,10 @@ def _read_same_text(job: Job, world: World) -> Corpus:
                 where=f"--data ({corpus.source})",
                 instead="the same files on every host",
             )
-    check_same_text(corpus.fingerprint, job.fingerprint)
+    job.run.check_text(corpus.fingerprint)
     return corpus
 
 
 def _number(value: float) -> float | None:
     """A value that JSON has, None for others."""
     return value if math.isfinite(value) else None
-
-
-def _summary(records: list[Record], steps: int, time_s: float) -> str:
-    before, after = held_out_losses(records)[0][1], records[-1].held_out_loss
-    if after is None:  # it would be that of an earlier step
-        return f"held-out loss {before:.3f} -> not finite after {steps} steps, {time_s:.0f} s"
-    bits = 1 / math.log(2)
-    return (
-        f"held-out loss {before:.3f} -> {after:.3f} nats per byte "
-        f"({before * bits:.2f} -> {after * bits:.2f} bits) after {steps} steps, {time_s:.0f} s"
-    )

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fsdp_compile.training.config import TrainConfig
+
 VOCABULARY = 256
 """One token per byte value."""
 ROTARY_BASE = 10_000.0
@@ -150,41 +152,28 @@ def _init(module: nn.Module) -> None:
 
 
 @torch.no_grad()
-def generate(
-    model: nn.Module,
-    prompt: str,
-    *,
-    size_bytes: int,
-    seq_len: int,
-    temperature: float,
-    seed: int,
-    device: torch.device,
-) -> str:
-    """Continue a prompt byte by byte; every rank calls this, since each byte gathers the parameters.
+def generate(model: nn.Module, config: TrainConfig, device: torch.device) -> str:
+    """Continue `config.prompt` byte by byte; every rank calls this, since each byte gathers the parameters.
 
     Args:
         model: Tokens (1, T) int64 to logits (1, T, 256), not compiled: each length of the growing text would be another
             shape to compile for.
-        prompt: Text to continue, not empty.
-        size_bytes: Bytes to add.
-        seq_len: Bytes of context that the model takes.
-        temperature: Divides the logits; 0 takes the likeliest byte.
-        seed: Of sampling, the same on every rank.
+        config: `sample_bytes` are added, of `seq_len` bytes of context; `seed` decides them, unless `temperature` is 0.
         device: Of the model.
 
     Returns:
         The prompt and what follows it, up to where a logit is not finite; bytes that are not UTF-8 become U+FFFD.
     """
-    dice = torch.Generator().manual_seed(seed)
-    text = list(prompt.encode(errors="surrogateescape"))  # recovers bytes of the command line that are not UTF-8
-    for _ in range(size_bytes):
-        context = torch.tensor([text[-seq_len:]], device=device)
+    dice = torch.Generator().manual_seed(config.seed)
+    text = list(config.prompt.encode(errors="surrogateescape"))  # recovers bytes of a command line that are not UTF-8
+    for _ in range(config.sample_bytes):
+        context = torch.tensor([text[-config.seq_len :]], device=device)
         logits = model(context)[0, -1].float().cpu()
         if not logits.isfinite().all():
             break
-        if temperature == 0:
+        if config.temperature == 0:
             text.append(int(logits.argmax()))
         else:
-            weights = torch.softmax(logits / temperature, dim=0)
+            weights = torch.softmax(logits / config.temperature, dim=0)
             text.append(int(torch.multinomial(weights, 1, generator=dice)))
     return bytes(text).decode(errors="replace")

@@ -97,13 +97,13 @@ def restarts(environment: Mapping[str, str] = os.environ) -> int:
     return int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
-def launcher_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
-    """The folder of reports of the elastic launcher that has started this process; None where it has none.
+def launcher_folder(environment: Mapping[str, str] = os.environ) -> str:
+    """The folder of reports of the elastic launcher that has started this process; "" where it has none.
 
     Each launcher makes one of its own, which stays the same when it starts processes again.
     """
     file = environment.get("TORCHELASTIC_ERROR_FILE")  # <folder>/attempt_<restart>/<rank>/error.json
-    return Path(file).parents[2] if file else None
+    return str(Path(file).parents[2]) if file else ""
 
 
 def _count_gpus() -> int:

@@ -1,23 +1,24 @@
-"""The training itself: a plain model, one line that shards and compiles it, AdamW, clipping."""
+"""The training itself: a plain model, one line that shards and compiles it, AdamW, clipping; what is not finite."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
+from fsdp_compile._torch.fully_shard import groups_of, modules_of, params_of, state_of
+from fsdp_compile._torch.fully_shard_params import sharded_param
 from fsdp_compile.comm.groups import mesh_of_shape
 from fsdp_compile.sharding.fully_shard import fully_shard
-from fsdp_compile.training.config import MixedPrecision, Schedule, TrainConfig
-from fsdp_compile.training.data import Batches, Corpus
+from fsdp_compile.training.config import MixedPrecision, TrainConfig
+from fsdp_compile.training.data import Corpus, draw_batch
 from fsdp_compile.training.model import Llama, ModelShape
-from fsdp_compile.training.nonfinite import describe_nonfinite
-from fsdp_compile.training.state_bytes import StateBytes, expected, measured
 from fsdp_compile.training.world import World
 
 BETAS = (0.9, 0.95)
@@ -50,24 +51,20 @@ class Trainer:
         self.corpus = corpus
         self.world = world
         torch.manual_seed(config.seed)  # the same weights on every rank
-        self.model = Llama(
-            ModelShape(width=config.width, layers=config.layers, heads=config.heads, seq_len=config.seq_len)
-        ).to(world.device)
-        self.unsharded = expected(self.model, 1)
-        self.sharded = expected(self.model, world.size // config.replicas)
+        shape = ModelShape(width=config.width, layers=config.layers, heads=config.heads, seq_len=config.seq_len)
+        self.model = Llama(shape).to(world.device)
         if shard_now or config.mixed_precision is MixedPrecision.BF16 or config.replicas > 1:
-            fully_shard(self.model, mesh=_mesh(config, world), mp_policy=_precision(config))
+            mesh: DeviceMesh | None = None
+            if config.replicas > 1:
+                # Not torch's `init_device_mesh`, whose groups would wait 30 minutes, whatever `--timeout` says.
+                mesh = mesh_of_shape(world.device.type, (config.replicas, world.size // config.replicas))
+            policy = MixedPrecisionPolicy()
+            if config.mixed_precision is MixedPrecision.BF16:
+                policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            fully_shard(self.model, mesh=mesh, mp_policy=policy)
         self.compiled = torch.compile(self.model, backend="fsdp")
         # A plain model is sharded at its first call; this optimizer gets the sharded parameters at its next step.
         self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=BETAS, weight_decay=config.weight_decay)
-        self.schedule = Schedule.of(config)
-        self.batches = Batches(
-            seed=config.seed,
-            batch_size=config.batch_size,
-            seq_len=config.seq_len,
-            rank=world.rank,
-            ranks=world.size,
-        )
 
     def step(self, step: int) -> StepResult:
         """Train on one batch; the gradients stay until the next call.
@@ -76,7 +73,7 @@ class Trainer:
         not finite, no rank updates anything.
         """
         for group in self.optimizer.param_groups:
-            group["lr"] = self.schedule(step)
+            group["lr"] = self.config.learning_rate_of(step)
             group["weight_decay"] = self.config.weight_decay  # a checkpoint has that of the run before
         self.optimizer.zero_grad()
         loss = self._loss(self.corpus.train, step)
@@ -97,30 +94,53 @@ class Trainer:
         losses = [self._loss(self.corpus.held_out, f"held-out {i}") for i in range(self.config.eval_batches)]
         return self.world.mean(torch.stack(losses).mean())
 
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens of one step over all ranks."""
-        return self.config.batch_size * self.config.seq_len
-
-    def state_bytes(self) -> StateBytes:
-        """The bytes of this rank; to be called after a step."""
-        return measured(self.optimizer)
-
     def _loss(self, blocks: Tensor, key: str | int) -> Tensor:
-        tokens, targets = (half.to(self.world.device) for half in self.batches.draw(blocks, key))
+        drawn = draw_batch(self.config, blocks, key, rank=self.world.rank, ranks=self.world.size)
+        tokens, targets = (half.to(self.world.device) for half in drawn)
         logits = self.compiled(tokens)
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-def _mesh(config: TrainConfig, world: World) -> DeviceMesh | None:
-    """Replicas of shards; `None` for shards over all ranks."""
-    if config.replicas == 1:
-        return None
-    # Not torch's `init_device_mesh`, whose groups would wait 30 minutes, whatever `--timeout` says.
-    return mesh_of_shape(world.device.type, (config.replicas, world.size // config.replicas))
+def describe_nonfinite(model: nn.Module, loss: Tensor, world: World) -> str:
+    """One sentence on the losses and gradients of a step that are not finite; every rank calls this and gets the same.
+
+    Gradients are averages over ranks by now, so that a rank with such a loss may not be one with such a gradient.
+
+    Args:
+        model: Sharded; has the gradients.
+        loss: That of this rank.
+        world: This rank.
+    """
+    # Backward reaches what is registered last first, and takes what is not finite on from there.
+    parameters = list(model.named_parameters())[::-1]
+    broken = [number for number, (_, each) in enumerate(parameters) if not _is_finite(each.grad)]
+    found = world.gather((loss.item(), broken[:1]))
+    parts = [f"the loss of rank {rank} is {value}" for rank, (value, _) in enumerate(found) if not math.isfinite(value)]
+    numbers = [number for _, first in found for number in first]
+    if numbers:
+        name, parameter = parameters[min(numbers)]
+        ranks = ", ".join(str(rank) for rank, (_, first) in enumerate(found) if first == [min(numbers)])
+        unit = _unit_names(model).get(id(parameter), "(none)")
+        parts.append(f"the first gradient that is not finite is that of unit {unit}, {name}, in rows of rank {ranks}")
+    else:
+        parts.append("all gradients are finite, but not their norm" if not parts else "all gradients are finite")
+    return "; ".join(parts)
 
 
-def _precision(config: TrainConfig) -> MixedPrecisionPolicy:
-    if config.mixed_precision is MixedPrecision.NONE:
-        return MixedPrecisionPolicy()
-    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+def _unit_names(model: nn.Module) -> dict[int, str]:
+    """By `id` of each sharded parameter, the names of the modules that its unit was made of."""
+    paths = {module: path for path, module in model.named_modules()}
+    states = dict.fromkeys(state for module in paths if (state := state_of(module)) is not None)
+    return {
+        id(sharded_param(param)): "+".join(paths[module] for module in modules_of(state)) or "(root)"
+        for state in states
+        for group in groups_of(state)
+        for param in params_of(group)
+    }
+
+
+def _is_finite(gradient: Tensor | None) -> bool:
+    if gradient is None:
+        return True
+    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return bool(torch.isfinite(local).all())

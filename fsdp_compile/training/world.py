@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
-from fsdp_compile._torch.distributed import high_priority, store_of_this_start, timeout_of
+from fsdp_compile._torch.distributed import high_priority, store_of_this_start
 from fsdp_compile.training.placement import TIMEOUT_S, DeviceKind
 
 T = TypeVar("T")
@@ -23,17 +22,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """The ranks as one of them sees them. All its collectives must be called by every rank.
-
-    Attributes:
-        device: From which collectives send.
-        group: Of these very ranks; `None` for the default group.
-    """
+    """The ranks as one of them sees them. Every rank calls each of its collectives, with tensors on `device`."""
 
     rank: int
     size: int
     device: torch.device
-    group: dist.ProcessGroup | None = None
 
     @property
     def is_first(self) -> bool:
@@ -41,39 +34,22 @@ class World:
         return self.rank == 0
 
     def mean(self, value: Tensor) -> float:
-        """The mean over ranks of a 0-d tensor on `device`."""
+        """The mean over ranks of a 0-d tensor."""
         total = value.detach().float().clone()
-        dist.all_reduce(total, group=self.group)
+        dist.all_reduce(total)
         return total.item() / self.size
 
     def any(self, value: Tensor) -> bool:
-        """Whether a 0-d tensor on `device` is true on any rank."""
+        """Whether a 0-d tensor is true on any rank."""
         found = value.detach().int()
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
         return bool(found.item())
 
-    def from_first(self, value: T) -> T:
-        """The value of rank 0; any picklable object."""
-        box = [value]
-        dist.broadcast_object_list(box, src=0, group=self.group, device=self.device)
-        return box[0]
-
     def gather(self, value: T) -> list[T]:
-        """The values of all ranks, in rank order."""
+        """The values of all ranks, any picklable objects, in rank order."""
         values: list[T | None] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
+        dist.all_gather_object(values, value)
         return values  # type: ignore[return-value]
-
-    def barrier(self) -> None:
-        """Wait until every rank is here."""
-        dist.barrier(group=self.group)
-
-    def apart(self) -> World:
-        """The same ranks over a gloo group of their own, whose collectives never meet those of another thread."""
-        assert dist.group.WORLD is not None
-        # Torch would give it 30 minutes, whatever the world has.
-        made = dist.new_group(backend="gloo", timeout=timeout_of(dist.group.WORLD))
-        return dataclasses.replace(self, device=torch.device("cpu"), group=made)
 
 
 @contextmanager
@@ -93,21 +69,15 @@ def join_world(
     timeout = timedelta(seconds=timeout_s)
     store, rank, size = next(rendezvous("env://", timeout=timeout))
     store = store_of_this_start(store, environment)  # or addresses of ranks that are gone would be read
+    group = {"timeout": timeout, "store": store, "rank": rank, "world_size": size}
+    device = torch.device("cpu")
     if kind is DeviceKind.CUDA:
         device = torch.device("cuda", int(environment["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-        dist.init_process_group(
-            "nccl",
-            device_id=device,
-            pg_options=high_priority("nccl", timeout),
-            timeout=timeout,
-            store=store,
-            rank=rank,
-            world_size=size,
-        )
+        options = high_priority("nccl", timeout)
+        dist.init_process_group("nccl", device_id=device, pg_options=options, **group)
     else:
-        device = torch.device("cpu")
-        dist.init_process_group("gloo", timeout=timeout, store=store, rank=rank, world_size=size)
+        dist.init_process_group("gloo", **group)
     yield World(rank=dist.get_rank(), size=dist.get_world_size(), device=device)
     # Not after an error: other ranks would report lost connections before this one has reported its error.
     dist.destroy_process_group()

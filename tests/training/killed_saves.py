@@ -33,7 +33,7 @@ def _save_for_ever(folder: Path, log: Path) -> None:
 
 def _save_in_background_for_ever(folder: Path, log: Path) -> None:
     run = SmallRun(folder)
-    saves = run.in_background()
+    saves = run.saves()
 
     def save(step: int) -> None:
         run.step(step)

@@ -10,9 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import fully_shard
-from fsdp_compile.training.checkpoint import Loaded, load_checkpoint, save_checkpoint
+from fsdp_compile.training.checkpoint import Loaded, SaveMode, Saves, load_checkpoint
 from fsdp_compile.training.checkpoint_folder import CheckpointFolder
-from fsdp_compile.training.saves import BackgroundSaves
 from fsdp_compile.training.world import World
 
 RUN = "this run"
@@ -40,17 +39,17 @@ class SmallRun:
                 parameter.fill_(step)
 
     def save(self, step: int, *, keep: int = 2) -> tuple[str, ...]:
-        return save_checkpoint(self.checkpoints, step, self.model, self.optimizer, self.world, keep=keep)
+        return self.saves(SaveMode.WAIT, keep=keep).save(step, self.model, self.optimizer)
 
     def step_and_save(self, *steps: int, keep: int = 2) -> None:
         for step in steps:
             self.step(step)
             self.save(step, keep=keep)
 
-    def in_background(self, *, keep: int = 2) -> BackgroundSaves:
-        return BackgroundSaves(self.checkpoints, self.world, keep=keep)
+    def saves(self, mode: SaveMode = SaveMode.BACKGROUND, *, keep: int = 2) -> Saves:
+        return Saves(self.checkpoints, self.world, keep=keep, mode=mode)
 
-    def save_in_background(self, step: int, saves: BackgroundSaves) -> None:
+    def save_in_background(self, step: int, saves: Saves) -> None:
         """Begin a save, and overwrite what it saves, as the next step of training does."""
         saves.save(step, self.model, self.optimizer)
         self.overwrite()

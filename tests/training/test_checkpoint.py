@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from fsdp_compile.errors import CheckpointError, ConfigError
-from fsdp_compile.training.checkpoint_folder import MARKER, CheckpointFolder
+from fsdp_compile.formats.complete import MARKER
+from fsdp_compile.training.checkpoint_folder import CheckpointFolder
 from tests import long
 from tests.ranks import run_ranks
 from tests.training.small_run import SmallRun

@@ -52,10 +52,6 @@ def test_one_command_trains(tmp_path: Path) -> None:
     assert status == 0, err
     assert err == ""
     _check_run(tmp_path / "run", out)
-    # Embedding, head, four projections, feed-forward of 96, three norms: 4 bytes a number, half of them on each rank.
-    whole = 4 * (2 * 256 * 32 + 4 * 32 * 32 + 3 * 32 * 96 + 3 * 32)
-    for line in ("each rank will hold", "measured: a rank holds"):
-        assert f"{line} parameters {whole / 2e6:.2f} of {whole / 1e6:.2f} MB" in out
 
 
 @pytest.mark.long

@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from fsdp_compile.errors import ConfigError
+from fsdp_compile.formats.complete import MARKER, FileDigest
 from fsdp_compile.formats.dcp_files import SafeReader
-from fsdp_compile.training.checkpoint_folder import MARKER, CheckpointFolder, FileDigest
+from fsdp_compile.training.checkpoint_folder import CheckpointFolder
 from tests.ranks import run_ranks
 from tests.training.small_run import RUN, SmallRun
 

@@ -20,12 +20,12 @@ from fsdp_compile._torch.distributed import timeout_of
 from fsdp_compile.errors import ConfigError, FSDPCompileError, RankMismatchError
 from fsdp_compile.training.config import TrainConfig
 from fsdp_compile.training.data import read_corpus
-from fsdp_compile.training.job import Job, RunFolder
+from fsdp_compile.training.job import Job, Run, lock_run
 from fsdp_compile.training.loop import train
 from fsdp_compile.training.metrics import held_out_losses, read_records
-from fsdp_compile.training.run_lock import lock_run
+from fsdp_compile.training.placement import DeviceKind
 from fsdp_compile.training.trainer import Trainer
-from fsdp_compile.training.world import DeviceKind, World
+from fsdp_compile.training.world import World
 from tests.ranks import run_ranks
 
 TINY = {"steps": 3, "batch_size": 4, "seq_len": 16, "width": 16, "layers": 1, "heads": 2, "log_every": 1}
@@ -33,11 +33,10 @@ TEXT = b"every rank holds a shard of every weight. " * 40
 
 
 def _job(folder: Path, options: dict[str, Any], text: Path, ranks: int, done_steps: int = 0) -> Job:
-    config = TrainConfig.from_dict(TINY | {"data": str(text), "eval_batches": 1, "sample_bytes": 3} | options)
-    run = RunFolder(folder / "run")
+    config = TrainConfig(**TINY | {"data": str(text), "eval_batches": 1, "sample_bytes": 3} | options)
     begun_with = read_corpus(config.data, config.seq_len).fingerprint
-    settings: dict[str, Any] = {"fingerprint": begun_with, "done_steps": done_steps, "ranks": ranks}
-    return Job(config=config, folder=run, run="this", device=DeviceKind.CPU, **settings)
+    run = Run(options=config, text_fingerprint=begun_with, run="this")
+    return Job(run=run, folder=folder / "run", done_steps=done_steps, ranks=ranks, device=DeviceKind.CPU)
 
 
 def _world() -> World:
@@ -70,7 +69,6 @@ def test_the_first_rank_shows_the_run_and_the_others_nothing(tmp_path: Path) -> 
     assert nothing == ""
     lines = shown.splitlines()
     assert lines[0] == f"2 ranks on cpu, run folder {tmp_path / 'run'}"
-    assert lines[2].startswith("each rank will hold parameters 0.02 of 0.05 MB")  # float32 shards, also with bf16
     assert lines[-2] == f"loss curve: {tmp_path / 'run' / 'loss.png'}"
     assert lines[-1].startswith("held-out loss 5.")
     (_, before), (_, after) = held_out_losses(read_records(tmp_path / "run" / "metrics.jsonl"))
@@ -276,7 +274,7 @@ def test_a_text_that_has_changed_since_the_run_began_is_refused(tmp_path: Path) 
 
 def _replicated(text: Path) -> tuple[tuple[int, ...], set[float]]:
     """The shape of the mesh of replicas and shards, and how long its groups wait."""
-    config = TrainConfig.from_dict(TINY | {"data": str(text), "replicas": 2})
+    config = TrainConfig(**TINY | {"data": str(text), "replicas": 2})
     trainer = Trainer(config, read_corpus(config.data, config.seq_len), _world(), shard_now=False)
     weight = trainer.model.head.weight
     assert isinstance(weight, DTensor)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import fully_shard
-from fsdp_compile.training.nonfinite import describe_nonfinite
+from fsdp_compile.training.trainer import describe_nonfinite
 from fsdp_compile.training.world import World
 from tests.ranks import run_ranks
 

@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 from fsdp_compile._torch.distributed import timeout_of
 from fsdp_compile.errors import CheckpointError
+from fsdp_compile.formats.complete import FileDigest
 from fsdp_compile.formats.dcp_files import SafeReader
+from fsdp_compile.training.checkpoint import Saves
 from fsdp_compile.training.checkpoint_folder import CheckpointFolder
-from fsdp_compile.training.saves import BackgroundSaves
-from fsdp_compile.training.staging import HostBuffers
 from tests.ranks import run_ranks
 from tests.training.small_run import SmallRun
 
@@ -47,7 +47,7 @@ def _save_both_ways(folder: Path) -> None:
         run.step_and_save(step)
         run.overwrite()
     run = SmallRun(folder / "goes on")
-    saves = run.in_background()
+    saves = run.saves()
     for step in (1, 2, 3):
         run.step(step)
         run.save_in_background(step, saves)
@@ -81,7 +81,7 @@ def _held_back() -> Iterator[threading.Event]:
 
 def _go_on_meanwhile(folder: Path) -> list[list[str]]:
     run = SmallRun(folder)
-    saves = run.in_background()
+    saves = run.saves()
     seen: list[list[str]] = []
     with _held_back() as go_on:
         run.step(1)
@@ -125,7 +125,7 @@ def _fill_the_disk(patch: pytest.MonkeyPatch) -> None:
 def _fail_and_go_on(folder: Path) -> list[tuple[str, int]]:
     """Saves of which the second and third fail: what was raised, and in which step of training."""
     run = SmallRun(folder)
-    saves = run.in_background()
+    saves = run.saves()
     run.step_and_save(1)
     with pytest.MonkeyPatch.context() as patch:
         _fill_the_disk(patch)
@@ -143,7 +143,7 @@ def _fail_and_go_on(folder: Path) -> list[tuple[str, int]]:
     return raised
 
 
-def _train_until_failure(saves: BackgroundSaves) -> tuple[str, int]:
+def _train_until_failure(saves: Saves) -> tuple[str, int]:
     for step in itertools.count():
         total = torch.tensor(step)
         dist.all_reduce(total)
@@ -167,62 +167,44 @@ def test_a_failure_is_raised_in_the_same_step_on_all_ranks_and_the_old_checkpoin
 
 def _save_nan(folder: Path) -> tuple[str, list[str]]:
     run = SmallRun(folder)
-    saves = run.in_background()
+    saves = run.saves()
     run.step(1)
     run.save_in_background(1, saves)
     run.step(2)
     if run.world.rank == 1:
         run.model.weight.data.to_local()[-1, -1] = float("nan")  # type: ignore[attr-defined]
+    saves.save(2, run.model, run.optimizer)
     with pytest.raises(CheckpointError) as caught:
-        saves.save(2, run.model, run.optimizer)
+        saves.wait()
     return caught.value.what, _names(folder)
 
 
-def test_what_is_not_finite_is_not_even_staged(tmp_path: Path) -> None:
+def test_what_is_not_finite_is_not_written(tmp_path: Path) -> None:
     said = "model.weight has values on rank 1 that are not finite, so that no checkpoint is written"
     assert run_ranks(_save_nan, tmp_path) == [(said, ["step-000001"])] * 2
 
 
 def _break_one_rank(folder: Path) -> str:
     run = SmallRun(folder)
-    saves = run.in_background()
+    saves = run.saves()
     run.step(1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CheckpointFolder, "begin", lambda _self: 1 / 0)
+        if run.world.rank == 1:
+            patch.setattr(FileDigest, "of", lambda _path: 1 / 0)
         saves.save(1, run.model, run.optimizer)
-        assert saves._running is not None
-        saves._running.exception()
-        with pytest.raises(ZeroDivisionError):
-            saves.poll()
-    return "raised"
+        raised, _ = _train_until_failure(saves)
+    return raised
 
 
-def test_a_bug_ends_a_rank_at_its_next_step(tmp_path: Path) -> None:
-    assert run_ranks(_break_one_rank, tmp_path, world_size=1) == ["raised"]
-
-
-def test_a_copy_overwrites_the_one_before() -> None:
-    buffers = HostBuffers()
-    state: dict[str, Any] = {"a": torch.arange(6).view(2, 3).t(), "b": [{"c": torch.ones(2)}, (1, 2.0)], "d": None}
-    first = buffers.stage(state)
-    assert first["a"].equal(state["a"])
-    assert (first["b"][1], first["d"]) == ((1, 2.0), None)
-    state["a"] = state["a"] + 1
-    state["b"][0]["c"] = torch.ones(3)  # another size needs another buffer
-    second = buffers.stage(state)
-    assert second["a"].data_ptr() == first["a"].data_ptr() != state["a"].data_ptr()
-    assert second["a"].equal(state["a"])
-    assert first["b"][0]["c"].shape == (2,)
-    assert second["b"][0]["c"].shape == (3,)
-    state["b"].clear()
-    assert buffers.stage(state)["b"] == []
-    assert set(buffers._buffers) == {("a",)}
+def test_a_bug_of_one_rank_ends_all(tmp_path: Path) -> None:
+    said = "rank 1 cannot write a checkpoint: ZeroDivisionError: division by zero\n  where: step 1"
+    assert run_ranks(_break_one_rank, tmp_path) == [said] * 2
 
 
 def _timeout_of_saves(folder: Path) -> float:
-    saves = SmallRun(folder).in_background()
-    assert saves._apart.group is not None
-    return timeout_of(saves._apart.group).total_seconds()
+    saves = SmallRun(folder).saves()
+    assert saves._group is not None
+    return timeout_of(saves._group).total_seconds()
 
 
 def test_threads_wait_for_each_other_as_long_as_training_does(tmp_path: Path) -> None:
