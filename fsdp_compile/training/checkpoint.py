@@ -9,7 +9,6 @@ import concurrent.futures
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
 from typing import Any
@@ -65,13 +64,8 @@ class Saves:
         self._group = None
         if mode is SaveMode.BACKGROUND:
             on_gpu = world.device.type == "cuda"
-            options = StagingOptions(
-                use_pinned_memory=on_gpu,
-                use_shared_memory=False,
-                use_async_staging=False,
-                use_non_blocking_copy=on_gpu,
-            )
-            self._stager = DefaultStager(options)
+            copy = {"use_pinned_memory": on_gpu, "use_non_blocking_copy": on_gpu}
+            self._stager = DefaultStager(StagingOptions(use_shared_memory=False, use_async_staging=False, **copy))
             assert dist.group.WORLD is not None
             # Of its own, so that collectives of DCP's thread and of training never mix. Torch would let it wait 30
             # minutes, whatever the world has.
@@ -134,26 +128,16 @@ class Saves:
             raise CheckpointError(_cause(error, "write a checkpoint"), where=f"step {step}", instead=instead) from None
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """What a run goes on from.
-
-    Attributes:
-        step: Steps that were done.
-        skipped: Why newer checkpoints were not loaded, one sentence each.
-    """
-
-    step: int
-    skipped: tuple[str, ...]
-
-
 def load_checkpoint(
     folder: CheckpointFolder, model: nn.Module, optimizer: torch.optim.Optimizer, world: World
-) -> Loaded:
+) -> tuple[int, list[str]]:
     """Load the newest complete checkpoint into sharded parameters; every rank calls this.
 
     Parameters are written in place. The number of ranks may differ from that which wrote it. Nothing in a checkpoint
     is executed.
+
+    Returns:
+        Its steps, and why newer checkpoints were not loaded, one sentence each.
 
     Raises:
         ConfigError: There is no complete checkpoint.
@@ -170,12 +154,9 @@ def load_checkpoint(
             skipped.append(_cause(error, f"load {checkpoint}"))
         else:
             set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-            return Loaded(step_of(checkpoint), tuple(skipped))
-    raise ConfigError(
-        "; ".join([f"there is no complete checkpoint in {folder.path}", *skipped]),
-        where="--resume",
-        instead="a new run",
-    )
+            return step_of(checkpoint), skipped
+    what = "; ".join([f"there is no complete checkpoint in {folder.path}", *skipped])
+    raise ConfigError(what, where="--resume", instead="a new run")
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -191,9 +172,8 @@ class _FinitePlanner(DefaultSavePlanner):
         for name, value in self.state_dict.items():
             local = value.to_local() if isinstance(value, DTensor) else value
             if isinstance(local, Tensor) and not torch.isfinite(local).all():
-                raise CheckpointError(
-                    f"{name} has values on rank {dist.get_rank()} that are not finite, so that no checkpoint is written"
-                )
+                where = f"{name} has values on rank {dist.get_rank()} that are not finite"
+                raise CheckpointError(f"{where}, so that no checkpoint is written")
         return super().create_local_plan()
 
 

@@ -10,11 +10,9 @@ from typing import Any
 
 from fsdp_compile.errors import ConfigError
 
-SMALLEST_TEMPERATURE = 1e-6
-"""Above 0: the logits are divided by it, and have to stay numbers of float32."""
 FIXED = frozenset({"data", "batch_size", "seq_len", "width", "layers", "heads", "seed", "eval_batches"})
 """Options that a resumed run cannot change: it would be another run."""
-_NO_BOUNDS = (-math.inf, -math.inf, math.inf)
+INF = math.inf
 
 
 class MixedPrecision(StrEnum):
@@ -31,14 +29,7 @@ class OnNonFinite(StrEnum):
     SKIP = "skip"
 
 
-def option(
-    default: Any,
-    about: str,
-    *,
-    at_least: float = _NO_BOUNDS[0],
-    above: float = _NO_BOUNDS[1],
-    at_most: float = _NO_BOUNDS[2],
-) -> Any:
+def option(default: Any, about: str, *, at_least: float = -INF, above: float = -INF, at_most: float = INF) -> Any:
     """A field of `TrainConfig`: its default, its line of `--help` with units, its bounds."""
     return field(default=default, metadata={"about": about, "bounds": (at_least, above, at_most)})
 
@@ -51,9 +42,7 @@ class TrainConfig:
         ConfigError: A value is out of its bounds, or two contradict each other.
     """
 
-    data: str | None = option(
-        None, "text to learn, a file or a folder (default: the source text of Python's standard library)"
-    )
+    data: str | None = option(None, "text to learn, a file or a folder (default: the source of Python's own library)")
     steps: int = option(300, "optimizer steps in all", at_least=1)
     batch_size: int = option(16, "sequences per step over all ranks; a multiple of their number", at_least=1)
     seq_len: int = option(256, "tokens (bytes of text) per sequence", at_least=2)
@@ -62,22 +51,14 @@ class TrainConfig:
     heads: int = option(4, "attention heads per block", at_least=1)
     # AdamW's step sizes are numbers of float32, and torch refuses larger ones in the middle of a step.
     learning_rate: float = option(4e-3, "highest learning rate of AdamW", above=0, at_most=1e30)
-    warmup_ratio: float = option(
-        0.1, "share of the steps in which the learning rate rises from 0", at_least=0, at_most=1
-    )
-    final_ratio: float = option(
-        0.1, "last learning rate as a share of the highest, reached along a cosine", at_least=0, at_most=1
-    )
-    weight_decay: float = option(
-        0.1, "weight decay of AdamW per step and unit of learning rate", at_least=0, at_most=1e6
-    )
+    warmup_ratio: float = option(0.1, "share of the steps in which the rate rises from 0", at_least=0, at_most=1)
+    final_ratio: float = option(0.1, "last rate as a share of the highest, along a cosine", at_least=0, at_most=1)
+    weight_decay: float = option(0.1, "of AdamW, per step and unit of learning rate", at_least=0, at_most=1e6)
     clip_norm: float = option(1.0, "largest norm of all gradients together", above=0)
     mixed_precision: MixedPrecision = option(  # noqa: RUF009 (an enum member is immutable)
         MixedPrecision.NONE, "bf16: gather and compute in bfloat16, reduce gradients in float32"
     )
-    replicas: int = option(
-        1, "copies of the model: each is sharded over ranks / replicas ranks (hybrid sharding)", at_least=1
-    )
+    replicas: int = option(1, "copies of the model, each sharded over ranks / replicas ranks", at_least=1)
     on_nonfinite: OnNonFinite = option(  # noqa: RUF009 (an enum member is immutable)
         OnNonFinite.STOP, "where a loss or a gradient is not finite: stop ends the run, skip goes on without an update"
     )
@@ -88,8 +69,7 @@ class TrainConfig:
     checkpoint_every: int = option(50, "steps between two checkpoints", at_least=1)
     keep_checkpoints: int = option(2, "newest checkpoints of the run that are kept", at_least=1)
     async_checkpoints: bool = option(
-        default=False,
-        about="go on training while checkpoints are written, from a copy of parameters and AdamW state on the host",
+        default=False, about="go on training while checkpoints are written, from a copy of the state on the host"
     )
     prompt: str = option("def ", "text that the sample at the end continues")
     sample_bytes: int = option(256, "length in bytes of the sample at the end; 0 for none", at_least=0)
@@ -101,18 +81,9 @@ class TrainConfig:
         object.__setattr__(self, "on_nonfinite", OnNonFinite(self.on_nonfinite))
         for each in fields(self):
             _check_bounds(each, getattr(self, each.name))
-        if 0 < self.temperature < SMALLEST_TEMPERATURE:
-            raise ConfigError(
-                f"{self.temperature} is out of bounds",
-                where="--temperature",
-                instead=f"{SMALLEST_TEMPERATURE} or more, or 0 for the likeliest byte",
-            )
         if self.width % self.heads != 0 or self.width // self.heads % 2 != 0:
-            raise ConfigError(
-                f"{self.heads} heads do not split {self.width} features into even parts",
-                where="--width, --heads",
-                instead="a width that is a multiple of twice the heads",
-            )
+            what = f"{self.heads} heads do not split {self.width} features into even parts"
+            raise ConfigError(what, where="--width, --heads", instead="a width that is a multiple of twice the heads")
         if not self.prompt and self.sample_bytes > 0:
             raise ConfigError("a sample needs a text to continue", where="--prompt", instead="--sample-bytes 0")
 
@@ -137,11 +108,8 @@ class TrainConfig:
         """
         for name in FIXED & changes.keys():
             if changes[name] != (now := getattr(self, name)):
-                raise ConfigError(
-                    f"the run was started with {now}, a resumed run cannot change that",
-                    where=flag(name),
-                    instead=f"leave {flag(name)} away, or start a new run",
-                )
+                what = f"the run was started with {now}, a resumed run cannot change that"
+                raise ConfigError(what, where=flag(name), instead=f"leave {flag(name)} away, or start a new run")
         return replace(self, **changes)
 
 
@@ -152,7 +120,7 @@ def flag(name: str) -> str:
 
 def _check_bounds(each: Field[Any], value: Any) -> None:
     at_least, above, at_most = bounds = each.metadata["bounds"]
-    if bounds == _NO_BOUNDS:
+    if bounds == (-INF, -INF, INF):
         return
     if isinstance(value, float) and not math.isfinite(value):
         wanted = "a finite number"

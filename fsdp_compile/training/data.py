@@ -1,4 +1,4 @@
-"""Text as bytes: which parts are held out, and which windows each step reads, by seed, step and rank alone."""
+"""Text as bytes: which parts are held out, and which windows of it each step reads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.training.config import TrainConfig
 
-LARGEST_BLOCK_BYTES = 16384
+USUAL_BLOCK_BYTES = 16384
 HELD_OUT_EVERY = 20
 """One block in so many is held out, so held-out text comes from every part of the corpus."""
 _FILE_END = b"\0"
@@ -25,13 +25,9 @@ _NO_TEXT_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "
 
 @dataclass(frozen=True)
 class Corpus:
-    """Text cut into blocks of one length, some for training and some held out.
+    """Text cut into blocks of one length: uint8 (blocks, block bytes), some for training and some never trained on.
 
-    Attributes:
-        train: uint8 (blocks, block bytes), read by training steps.
-        held_out: uint8 (blocks, block bytes), never trained on.
-        source: Where the text came from, for people.
-        fingerprint: Hash of the text, to notice that it changed.
+    `source` tells people where it came from; `fingerprint` is a hash of the text, to notice that it changed.
     """
 
     train: Tensor
@@ -46,20 +42,14 @@ class Corpus:
 
 
 def read_corpus(data: str | None, seq_len: int) -> Corpus:
-    """Read a file, a folder, or the source text of Python's standard library.
+    """Read a file, a folder, or, for None, the source text of Python's standard library.
 
-    Args:
-        data: Path of a file or folder; None for the standard library of the running Python.
-        seq_len: Tokens per sequence, to refuse a text that is too short.
-
-    Returns:
-        The text; the same for the same files, whatever order the file system lists them in.
+    The text is the same for the same files, whatever order the file system lists them in.
 
     Raises:
-        ConfigError: The path does not exist, cannot be read, has no text, or too little.
+        ConfigError: The path does not exist or cannot be read, or has too little text for sequences of `seq_len` bytes.
     """
     path = Path(sysconfig.get_path("stdlib") if data is None else data)
-    source = data or f"source of Python's standard library in {path}"
     if data is None:
         files = _files(path, ending=".py", skipped=_NO_TEXT_FOLDERS)
     elif path.is_dir():
@@ -68,30 +58,19 @@ def read_corpus(data: str | None, seq_len: int) -> Corpus:
         files = [path]
     else:
         raise ConfigError(f"there is no file or folder {path}", where="--data")
-    return cut(b"".join(_contents(files)), seq_len, source)
+    return cut(b"".join(_contents(files)), seq_len, data or f"source of Python's standard library in {path}")
 
 
 def cut(text: bytes, seq_len: int, source: str) -> Corpus:
-    """Cut text into blocks and hold out every `HELD_OUT_EVERY`th.
-
-    Args:
-        text: All of it.
-        seq_len: Tokens per sequence: a block has one sequence and the byte after it.
-        source: Where the text came from, for people.
+    """Cut text into blocks, each of one sequence and the byte after it at least; hold out every `HELD_OUT_EVERY`th.
 
     Raises:
         ConfigError: There are too few bytes for `HELD_OUT_EVERY` blocks.
     """
-    block_bytes = min(LARGEST_BLOCK_BYTES, len(text) // HELD_OUT_EVERY)
+    block_bytes = min(max(USUAL_BLOCK_BYTES, seq_len + 1), len(text) // HELD_OUT_EVERY)
     if block_bytes < seq_len + 1:
-        needed = HELD_OUT_EVERY * (seq_len + 1)
-        raise ConfigError(
-            f"the text has {len(text)} bytes; sequences of {seq_len} need {needed}"
-            if seq_len < LARGEST_BLOCK_BYTES
-            else f"sequences of {seq_len} bytes are longer than a block of text ({LARGEST_BLOCK_BYTES})",
-            where=f"--data ({source}), --seq-len",
-            instead="a longer text or shorter sequences",
-        )
+        what = f"the text has {len(text)} bytes; sequences of {seq_len} need {HELD_OUT_EVERY * (seq_len + 1)}"
+        raise ConfigError(what, where=f"--data ({source}), --seq-len", instead="a longer text or shorter sequences")
     usable = len(text) // block_bytes * block_bytes
     blocks = torch.frombuffer(bytearray(text[:usable]), dtype=torch.uint8).view(-1, block_bytes)
     held = torch.arange(len(blocks)) % HELD_OUT_EVERY == HELD_OUT_EVERY // 2
@@ -121,17 +100,10 @@ def _contents(files: Iterable[Path]) -> Iterable[bytes]:
 
 
 def draw_batch(config: TrainConfig, blocks: Tensor, key: str | int, *, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
-    """Draw the share of a rank of one batch.
+    """Draw the share of a rank of one batch, which follows from `config.seed` and its key: the step, or a name.
 
-    A batch is drawn from its key, so there is no state to save: a resumed run reads what an uninterrupted one would
-    have read, and two ranks read together what one rank would read in a single process.
-
-    Args:
-        config: Its `seed`, `seq_len` and, for all ranks together, `batch_size` are used.
-        blocks: Text, uint8 (blocks, block bytes).
-        key: Which batch: the step, or a name.
-        rank: Which share.
-        ranks: Number of shares.
+    There is no state to save: a resumed run reads what an uninterrupted one would have read, and ranks read together what
+    one rank would read in a single process. `config.batch_size` is that of all ranks, `blocks` uint8 (blocks, block bytes).
 
     Returns:
         Tokens and the tokens that follow them, int64 (batch_size / ranks, seq_len) each.

@@ -19,24 +19,17 @@ from fsdp_compile.training.config import TrainConfig
 from fsdp_compile.training.placement import TIMEOUT_S, DeviceKind, Placement
 
 RUNS = Path("runs")
-SHORTEST_TIMEOUT_S = 1e-3
-"""Torch counts milliseconds."""
-LONGEST_TIMEOUT_S = 1e8
-"""About three years: torch's clocks overflow at some hundred."""
-CONFIG = "config.json"
-"""In a run's folder: what is trained on what."""
-METRICS = "metrics.jsonl"
-"""One JSON object a line: see `metrics.Record`."""
-CHECKPOINTS = "checkpoints"
+SHORTEST_TIMEOUT_S, LONGEST_TIMEOUT_S = 1e-3, 1e8
+"""Torch counts milliseconds, and its clocks overflow at some hundred years."""
+CONFIG, METRICS, CHECKPOINTS = "config.json", "metrics.jsonl", "checkpoints"
+"""Names in a run's folder: a `Run`, `metrics.Record`s, a `CheckpointFolder`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """What a run was started with, as its `config.json` says.
 
-    Attributes:
-        run: What tells the run from others.
-        launcher: What tells the elastic launcher that started its ranks from others; "" where nothing does.
+    `run` tells it from other runs, and `launcher` the elastic launcher that started its ranks ("" for none).
     """
 
     options: TrainConfig
@@ -64,27 +57,17 @@ class Run:
         try:
             written: dict[str, Any] = json.loads(path.read_text())
             if "options" in written and "run" not in written:
-                raise ConfigError(
-                    f"the run in {folder} was started by an earlier version of fsdp_compile, whose checkpoints say "
-                    "neither which run wrote them nor what must be in their files",
-                    where="--resume",
-                    instead=f"a new run, or that version; torch.distributed.checkpoint reads {folder / CHECKPOINTS} "
-                    "as well",
+                what = f"the run in {folder} was started by an earlier version of fsdp_compile, whose checkpoints say "
+                what += "neither which run wrote them nor what must be in their files"
+                instead = (
+                    f"a new run, or that version; torch.distributed.checkpoint reads {folder / CHECKPOINTS} as well"
                 )
+                raise ConfigError(what, where="--resume", instead=instead)
             return cls(**written | {"options": TrainConfig(**written["options"])})
         except OSError as error:
             raise ConfigError(f"cannot read {path}: {error.strerror}", where="--resume") from error
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigError(f"{path} is damaged: {error}", where="--resume", instead="a new run") from error
-
-    def check_text(self, fingerprint: str) -> None:
-        """Refuse to go on with another text than that which the run began with.
-
-        Raises:
-            ConfigError: Its hash differs.
-        """
-        if fingerprint != self.text_fingerprint:
-            raise ConfigError("the text is not that which the run began with", where="--data", instead="a new run")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +75,6 @@ class Job:
     """A run whose options were all checked, before anything is started for it.
 
     Attributes:
-        folder: Of the run.
-        done_steps: Steps of the newest checkpoint that is complete as far as names and sizes tell; 0 for a new run.
         ranks: Number of ranks on all hosts.
         timeout_s: How long a rank waits for others before all of them end.
         restart: Which one this is of how many, and why; "" the first time.
@@ -104,7 +85,6 @@ class Job:
 
     run: Run
     folder: Path
-    done_steps: int
     ranks: int
     device: DeviceKind
     timeout_s: float = TIMEOUT_S
@@ -112,21 +92,13 @@ class Job:
 
     def __post_init__(self) -> None:
         if not SHORTEST_TIMEOUT_S <= self.timeout_s <= LONGEST_TIMEOUT_S:  # also not for NaN
-            raise ConfigError(
-                f"{self.timeout_s:g} is out of bounds",
-                where="--timeout",
-                instead=f"seconds, a number from {SHORTEST_TIMEOUT_S:g} to {LONGEST_TIMEOUT_S:g}",
-            )
+            instead = f"seconds, a number from {SHORTEST_TIMEOUT_S:g} to {LONGEST_TIMEOUT_S:g}"
+            raise ConfigError(f"{self.timeout_s:g} is out of bounds", where="--timeout", instead=instead)
 
     @property
     def checkpoints(self) -> CheckpointFolder:
         """The checkpoints of the run."""
         return CheckpointFolder(self.folder / CHECKPOINTS, self.run.run)
-
-    def restarted(self, restart: str) -> Job:
-        """The same after a launcher has started the ranks again: from the last checkpoint, or from the first step."""
-        # Contents are compared when it is loaded.
-        return replace(self, done_steps=step_of(self.checkpoints.newest()), restart=restart)
 
 
 def new_job(
@@ -150,50 +122,44 @@ def new_job(
     for path in (folder, *folder.parents):
         if path.exists() and not path.is_dir():
             raise ConfigError(f"{path} is a file", where="--out", instead="a folder, or a path that is free")
-    begun = Run.read(folder) if restarted_by and (folder / CONFIG).exists() else None
-    if (folder / CONFIG).exists() and (begun is None or begun.launcher != restarted_by):
-        raise ConfigError(
-            f"there is a run in {folder} already", where="--out", instead=f"another folder, or --resume {folder}"
-        )
+    run = Run(options=config, text_fingerprint="", run=uuid.uuid4().hex)
+    if (folder / CONFIG).exists():
+        begun = Run.read(folder) if restarted_by else run
+        if begun.launcher != restarted_by or begun is run:
+            instead = f"another folder, or --resume {folder}"
+            raise ConfigError(f"there is a run in {folder} already", where="--out", instead=instead)
+        run = replace(begun, options=config)
     if config.data is not None and folder.resolve().is_relative_to(Path(config.data).resolve()):
-        # Its files would become text that it trains on: each restart would find another text.
-        raise ConfigError(
-            f"the run's folder {folder} is inside of the text, {config.data}, which would change with it",
-            where="--out, --data",
-            instead="--out with a folder elsewhere, or --data with a folder of nothing but text",
-        )
-    fingerprint = _fingerprint(config)
-    if begun is not None:
-        begun.check_text(fingerprint)
-    run = Run(options=config, text_fingerprint=fingerprint, run=begun.run if begun else uuid.uuid4().hex)
-    return _job(run, folder, 0, placement, device)
+        what = f"the run's folder {folder} is inside of the text, {config.data}, which would change with it"
+        instead = "--out with a folder elsewhere, or --data with a folder of nothing but text"
+        raise ConfigError(what, where="--out, --data", instead=instead)
+    return _job(run, folder, placement, device)
 
 
 def resumed_job(options: Mapping[str, Any], path: Path | None, placement: Placement, device: DeviceKind) -> Job:
-    """A run that goes on from its last checkpoint.
-
-    Args:
-        options: Fields of `TrainConfig` that are to change.
-        path: Folder of the run; None for the newest.
-        placement: Where ranks are to run; their number may differ from before.
-        device: What the user asked for.
+    """A run that goes on from its last checkpoint, in `path`, or, for None, in the newest folder.
 
     Raises:
-        ConfigError: There is nothing to go on from, the text has changed, or an option cannot change.
+        ConfigError: There is nothing to go on from, the text has changed, or one of `options` cannot change.
     """
     folder = newest_folder() if path is None else path
     begun = Run.read(folder)
     run = replace(begun, options=begun.options.resumed_with(options))
     _check_ranks(run.options, placement)
-    done_steps = _done_steps(CheckpointFolder(folder / CHECKPOINTS, run.run), run.options.steps)
-    if done_steps >= run.options.steps:
-        raise ConfigError(
-            f"the run in {folder} has already done its {run.options.steps} steps",
-            where="--resume",
-            instead=f"--steps with more than {done_steps} to train on",
-        )
-    run.check_text(_fingerprint(run.options))
-    return _job(run, folder, done_steps, placement, device)
+    steps = run.options.steps
+    checkpoints = CheckpointFolder(folder / CHECKPOINTS, run.run)
+    check = Check.SIZES  # ranks compare the contents of what they load
+    if step_of(checkpoints.newest(check)) >= steps:
+        check = Check.CONTENTS  # no rank loads it if the run is done
+    newest = checkpoints.newest(check)
+    if newest is None:
+        problems = [str(checkpoints.problem_with(path, check)) for path in checkpoints.candidates()]
+        what = "; ".join([f"{folder} holds no complete checkpoint", *problems])
+        raise ConfigError(what, where="--resume", instead="a new run")
+    if step_of(newest) >= steps:
+        instead = f"--steps with more than {step_of(newest)} to train on"
+        raise ConfigError(f"the run in {folder} has already done its {steps} steps", where="--resume", instead=instead)
+    return _job(run, folder, placement, device)
 
 
 def newest_folder() -> Path:
@@ -221,66 +187,38 @@ def lock_run(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / ".lock").open("w")
     except OSError as error:
-        raise ConfigError(
-            f"cannot write in {folder}: {error.strerror}", where="--out", instead="a folder that you may write in"
-        ) from None
+        what = f"cannot write in {folder}: {error.strerror}"
+        raise ConfigError(what, where="--out", instead="a folder that you may write in") from None
     with file:
         try:
             # Of this process: compilers that it forks, and that may outlive it, do not hold it.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):
-                raise ConfigError(
-                    f"another process trains in {folder}", where="the run's folder", instead="wait until it has ended"
-                ) from None
+                what = f"another process trains in {folder}"
+                raise ConfigError(what, where="the run's folder", instead="wait until it has ended") from None
         yield
 
 
-def _job(run: Run, folder: Path, done_steps: int, placement: Placement, device: DeviceKind) -> Job:
-    resolved = device.resolve(placement.local_ranks)
-    return Job(run=run, folder=folder, done_steps=done_steps, ranks=placement.ranks, device=resolved)
-
-
-def _fingerprint(config: TrainConfig) -> str:
+def _job(run: Run, folder: Path, placement: Placement, device: DeviceKind) -> Job:
     # Whatever is refused before is refused without importing torch.
     from fsdp_compile.training.data import read_corpus
 
-    return read_corpus(config.data, config.seq_len).fingerprint
-
-
-def _done_steps(checkpoints: CheckpointFolder, steps: int) -> int:
-    """Steps of the checkpoint that a run of so many steps goes on from.
-
-    Raises:
-        ConfigError: There is none.
-    """
-    check = Check.SIZES  # ranks compare the contents of what they load
-    checkpoint = checkpoints.newest(check)
-    if checkpoint is not None and step_of(checkpoint) >= steps:
-        check = Check.CONTENTS  # no rank loads it if the run is done
-        checkpoint = checkpoints.newest(check)
-    if checkpoint is None:
-        problems = [str(checkpoints.problem_with(path, check)) for path in checkpoints.candidates()]
-        raise ConfigError(
-            "; ".join([f"{checkpoints.path.parent} holds no complete checkpoint", *problems]),
-            where="--resume",
-            instead="a new run",
-        )
-    return step_of(checkpoint)
+    fingerprint = read_corpus(run.options.data, run.options.seq_len).fingerprint
+    if run.text_fingerprint not in ("", fingerprint):
+        raise ConfigError("the text is not that which the run began with", where="--data", instead="a new run")
+    resolved = device.resolve(placement.local_ranks)
+    return Job(run=replace(run, text_fingerprint=fingerprint), folder=folder, ranks=placement.ranks, device=resolved)
 
 
 def _check_ranks(config: TrainConfig, placement: Placement) -> None:
     """Refuses ranks that batches or replicas do not divide over."""
-    if placement.ranks % config.replicas:
-        raise ConfigError(
-            f"{placement.ranks} ranks cannot be divided into {config.replicas} replicas of one size",
-            where="--replicas",
-            instead=f"a divisor of {placement.ranks}, or another number of ranks",
-        )
-    rest = config.batch_size % placement.ranks
+    ranks = placement.ranks
+    if ranks % config.replicas:
+        what = f"{ranks} ranks cannot be divided into {config.replicas} replicas of one size"
+        raise ConfigError(what, where="--replicas", instead=f"a divisor of {ranks}, or another number of ranks")
+    rest = config.batch_size % ranks
     if rest:
-        raise ConfigError(
-            f"{placement.ranks} ranks cannot share {config.batch_size} sequences evenly",
-            where="--batch-size",
-            instead=f"a multiple of {placement.ranks}, such as {config.batch_size - rest + placement.ranks}",
-        )
+        what = f"{ranks} ranks cannot share {config.batch_size} sequences evenly"
+        instead = f"a multiple of {ranks}, such as {config.batch_size - rest + ranks}"
+        raise ConfigError(what, where="--batch-size", instead=instead)

@@ -8,6 +8,7 @@ import os
 import signal
 import tempfile
 import uuid
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,21 +92,18 @@ def _run_rank(job: Job) -> None:
     with join_world(job.device, job.timeout_s) as world:
         try:
             with explained("in training"):
-                train(world.gather(_restarted(job))[0], world)
+                train(world.gather(replace(job, restart=_restart()))[0], world)
         except Exception as error:
             end_by(error)  # torch's launcher catches it
             raise
 
 
-def _restarted(job: Job) -> Job:
-    """The job, or what is left of it where the launcher has started the ranks again."""
-    count = restarts()
-    if not count:
-        return job
-    folder = launcher_folder()
-    report = _first_report(Path(folder) / f"attempt_{count - 1}") if folder else None
+def _restart() -> str:
+    """Which start of how many this is, and why, where the launcher has started the ranks again; else ""."""
+    count, folder = restarts(), launcher_folder()
+    report = _first_report(Path(folder) / f"attempt_{count - 1}") if count and folder else None
     why = f" after rank {report[0]} failed: {report[1]['message']}" if report else ""
-    return job.restarted(f"{count} of {os.environ['TORCHELASTIC_MAX_RESTARTS']}{why}")
+    return f"{count} of {os.environ['TORCHELASTIC_MAX_RESTARTS']}{why}" if count else ""
 
 
 def _root_cause(error: ChildFailedError, reports: Path) -> str:

@@ -7,6 +7,8 @@ import time
 from contextlib import ExitStack
 from dataclasses import replace
 
+import torch
+
 from fsdp_compile.errors import FSDPCompileError, RankMismatchError
 from fsdp_compile.training.checkpoint import SaveMode, Saves, load_checkpoint
 from fsdp_compile.training.config import OnNonFinite
@@ -32,8 +34,8 @@ def train(job: Job, world: World) -> None:
     """Run a job; every rank calls this. Rank 0 shows and writes.
 
     Raises:
-        ConfigError: Another process trains in the run's folder, or the text has changed since the run began.
-        RankMismatchError: Ranks read different text.
+        ConfigError: Another process trains in the run's folder.
+        RankMismatchError: A rank read other text than that which the run began with.
         FSDPCompileError: A loss or a gradient is not finite.
         CheckpointError: A checkpoint cannot be written.
     """
@@ -62,7 +64,9 @@ class _Run:
         display.say(f"{job.ranks} ranks{replicas} on {world.device.type}, run folder {job.folder}")
         display.say(f"text: {corpus.size_bytes / 1e6:.1f} MB, {corpus.source}")
         display.say("compiling, about a minute where Inductor's cache is cold ...")
-        self.trainer = Trainer(options, corpus, world, shard_now=job.done_steps > 0)
+        # Of a new run there is none. Contents are compared when it is loaded.
+        self.goes_on = world.any(torch.tensor(job.checkpoints.newest() is not None, device=world.device))
+        self.trainer = Trainer(options, corpus, world, shard_now=self.goes_on)
         mode = SaveMode.BACKGROUND if options.async_checkpoints else SaveMode.WAIT
         self.saves = Saves(job.checkpoints, world, keep=options.keep_checkpoints, mode=mode)
 
@@ -90,10 +94,10 @@ class _Run:
         done_steps = 0
         if job.restart:
             say(f"restarted, {job.restart}")
-        if job.done_steps:
-            loaded = load_checkpoint(job.checkpoints, self.trainer.model, self.trainer.optimizer, self.world)
-            done_steps = loaded.step
-            for problem in loaded.skipped:
+        if self.goes_on:
+            state = self.trainer.model, self.trainer.optimizer
+            done_steps, skipped = load_checkpoint(job.checkpoints, *state, self.world)
+            for problem in skipped:
                 say(f"not loaded: {problem}")
             say(f"resumed after step {done_steps}")
         if self.world.is_first:
@@ -181,15 +185,10 @@ class _Run:
 
 def _read_same_text(job: Job, world: World) -> Corpus:
     corpus = read_corpus(job.run.options.data, job.run.options.seq_len)
-    fingerprints = world.gather(corpus.fingerprint)
-    for rank, fingerprint in enumerate(fingerprints):
-        if fingerprint != fingerprints[0]:
-            raise RankMismatchError(
-                f"rank {rank} read other text than rank 0",
-                where=f"--data ({corpus.source})",
-                instead="the same files on every host",
-            )
-    job.run.check_text(corpus.fingerprint)
+    for rank, fingerprint in enumerate(world.gather(corpus.fingerprint)):
+        if fingerprint != job.run.text_fingerprint:
+            what = f"rank {rank} read other text than that which the run began with"
+            raise RankMismatchError(what, where=f"--data ({corpus.source})", instead="the same files on every host")
     return corpus
 
 

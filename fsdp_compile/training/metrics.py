@@ -64,9 +64,8 @@ def read_records(path: Path) -> list[Record]:
             if line.endswith("\n"):
                 records.append(Record(**json.loads(line)))
         except (ValueError, TypeError, RecursionError) as error:
-            raise ConfigError(
-                f"line {number} of {path} is no record of a run: {error}", where="metrics", instead="delete the line"
-            ) from None
+            what = f"line {number} of {path} is no record of a run: {error}"
+            raise ConfigError(what, where="metrics", instead="delete the line") from None
     return records
 
 

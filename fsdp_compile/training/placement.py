@@ -30,11 +30,8 @@ class DeviceKind(StrEnum):
         """
         gpus = _count_gpus()
         if self is DeviceKind.CUDA and gpus < local_ranks:
-            raise ConfigError(
-                f"{local_ranks} ranks need a GPU each and this host has {gpus}",
-                where="--device cuda",
-                instead="fewer --ranks, or --device cpu",
-            )
+            what = f"{local_ranks} ranks need a GPU each and this host has {gpus}"
+            raise ConfigError(what, where="--device cuda", instead="fewer --ranks, or --device cpu")
         if self is DeviceKind.AUTO:
             return DeviceKind.CUDA if gpus >= local_ranks else DeviceKind.CPU
         return self
@@ -44,9 +41,8 @@ class DeviceKind(StrEnum):
 class Placement:
     """Where ranks are to run.
 
-    Attributes:
-        wanted: Number of ranks on all hosts; `None` for one per GPU of this host, or `RANKS_WITHOUT_GPU`.
-        started_here: Ranks on this host that a launcher has started, this process being one; `None` without a launcher.
+    `wanted` is their number on all hosts (`None`: one per GPU of this host, or `RANKS_WITHOUT_GPU`), `started_here` that
+    of the ranks of this host that a launcher has started, this process being one (`None` without a launcher).
     """
 
     wanted: int | None
@@ -54,11 +50,7 @@ class Placement:
 
     @classmethod
     def find(cls, ranks: int | None, environment: Mapping[str, str] = os.environ) -> Placement:
-        """Join the ranks of an elastic launcher, or ask for local ones.
-
-        Args:
-            ranks: What the user asked for; None for the launcher's ranks, else one per GPU, else 2.
-            environment: Has RANK and WORLD_SIZE where a launcher has started this process.
+        """Join the ranks of an elastic launcher, or ask for `ranks` local ones.
 
         Raises:
             ConfigError: The number is not positive, or not that of the launcher.
@@ -68,11 +60,8 @@ class Placement:
         if "RANK" in environment and "WORLD_SIZE" in environment:
             started = int(environment["WORLD_SIZE"])
             if ranks not in (None, started):
-                raise ConfigError(
-                    f"the launcher has started {started} ranks, not {ranks}",
-                    where="--ranks",
-                    instead="leave --ranks away below torchrun",
-                )
+                what = f"the launcher has started {started} ranks, not {ranks}"
+                raise ConfigError(what, where="--ranks", instead="leave --ranks away below torchrun")
             return cls(started, int(environment.get("LOCAL_WORLD_SIZE", "1")))
         return cls(ranks)
 

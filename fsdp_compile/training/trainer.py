@@ -8,12 +8,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile._torch.fully_shard import groups_of, modules_of, params_of, state_of
-from fsdp_compile._torch.fully_shard_params import sharded_param
+from fsdp_compile._torch.fully_shard import state_of
 from fsdp_compile.comm.groups import mesh_of_shape
 from fsdp_compile.sharding.fully_shard import fully_shard
 from fsdp_compile.training.config import MixedPrecision, TrainConfig
@@ -26,17 +24,14 @@ BETAS = (0.9, 0.95)
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step computed, still on the device: reading it waits for the step to end.
-
-    Attributes:
-        loss: This rank's mean loss in nats per byte, 0-d.
-        grad_norm: Norm of all gradients before clipping, 0-d.
-        nonfinite: What was not finite, the same text on all ranks, if nothing was updated because of that.
-    """
+    """What one step computed, still on the device: reading it waits for the step to end."""
 
     loss: Tensor
+    """This rank's mean loss in nats per byte, 0-d."""
     grad_norm: Tensor
+    """Norm of all gradients before clipping, 0-d."""
     nonfinite: str | None
+    """What was not finite, the same text on all ranks, if nothing was updated because of that."""
 
 
 class Trainer:
@@ -54,14 +49,12 @@ class Trainer:
         shape = ModelShape(width=config.width, layers=config.layers, heads=config.heads, seq_len=config.seq_len)
         self.model = Llama(shape).to(world.device)
         if shard_now or config.mixed_precision is MixedPrecision.BF16 or config.replicas > 1:
-            mesh: DeviceMesh | None = None
-            if config.replicas > 1:
-                # Not torch's `init_device_mesh`, whose groups would wait 30 minutes, whatever `--timeout` says.
-                mesh = mesh_of_shape(world.device.type, (config.replicas, world.size // config.replicas))
-            policy = MixedPrecisionPolicy()
-            if config.mixed_precision is MixedPrecision.BF16:
-                policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-            fully_shard(self.model, mesh=mesh, mp_policy=policy)
+            # Not torch's `init_device_mesh`, whose groups would wait 30 minutes, whatever `--timeout` says.
+            mesh_shape = (config.replicas, world.size // config.replicas)
+            mesh = mesh_of_shape(world.device.type, mesh_shape) if config.replicas > 1 else None
+            is_bf16 = config.mixed_precision is MixedPrecision.BF16
+            bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            fully_shard(self.model, mesh=mesh, mp_policy=bf16 if is_bf16 else MixedPrecisionPolicy())
         self.compiled = torch.compile(self.model, backend="fsdp")
         # A plain model is sharded at its first call; this optimizer gets the sharded parameters at its next step.
         self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=BETAS, weight_decay=config.weight_decay)
@@ -105,11 +98,6 @@ def describe_nonfinite(model: nn.Module, loss: Tensor, world: World) -> str:
     """One sentence on the losses and gradients of a step that are not finite; every rank calls this and gets the same.
 
     Gradients are averages over ranks by now, so that a rank with such a loss may not be one with such a gradient.
-
-    Args:
-        model: Sharded; has the gradients.
-        loss: That of this rank.
-        world: This rank.
     """
     # Backward reaches what is registered last first, and takes what is not finite on from there.
     parameters = list(model.named_parameters())[::-1]
@@ -118,25 +106,14 @@ def describe_nonfinite(model: nn.Module, loss: Tensor, world: World) -> str:
     parts = [f"the loss of rank {rank} is {value}" for rank, (value, _) in enumerate(found) if not math.isfinite(value)]
     numbers = [number for _, first in found for number in first]
     if numbers:
-        name, parameter = parameters[min(numbers)]
+        name, _ = parameters[min(numbers)]
         ranks = ", ".join(str(rank) for rank, (_, first) in enumerate(found) if first == [min(numbers)])
-        unit = _unit_names(model).get(id(parameter), "(none)")
+        sharded = [path for path, module in model.named_modules() if path and state_of(module) is not None]
+        unit = max((path for path in sharded if name.startswith(f"{path}.")), key=len, default="(root)")
         parts.append(f"the first gradient that is not finite is that of unit {unit}, {name}, in rows of rank {ranks}")
     else:
         parts.append("all gradients are finite, but not their norm" if not parts else "all gradients are finite")
     return "; ".join(parts)
-
-
-def _unit_names(model: nn.Module) -> dict[int, str]:
-    """By `id` of each sharded parameter, the names of the modules that its unit was made of."""
-    paths = {module: path for path, module in model.named_modules()}
-    states = dict.fromkeys(state for module in paths if (state := state_of(module)) is not None)
-    return {
-        id(sharded_param(param)): "+".join(paths[module] for module in modules_of(state)) or "(root)"
-        for state in states
-        for group in groups_of(state)
-        for param in params_of(group)
-    }
 
 
 def _is_finite(gradient: Tensor | None) -> bool:

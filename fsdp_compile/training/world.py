@@ -58,13 +58,7 @@ def join_world(
 ) -> Iterator[World]:
     """Join the process group that an elastic launcher's variables describe, and leave it when all went well.
 
-    Args:
-        kind: CPU joins through gloo, CUDA through NCCL with the GPU of this local rank.
-        timeout_s: How long this rank waits for others.
-        environment: Has RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
-
-    Yields:
-        This rank.
+    CPU joins through gloo, CUDA through NCCL with the GPU of this local rank; a rank waits `timeout_s` for others.
     """
     timeout = timedelta(seconds=timeout_s)
     store, rank, size = next(rendezvous("env://", timeout=timeout))

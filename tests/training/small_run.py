@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import fully_shard
-from fsdp_compile.training.checkpoint import Loaded, SaveMode, Saves, load_checkpoint
+from fsdp_compile.training.checkpoint import SaveMode, Saves, load_checkpoint
 from fsdp_compile.training.checkpoint_folder import CheckpointFolder
 from fsdp_compile.training.world import World
 
@@ -63,7 +63,7 @@ class SmallRun:
         for parameter in self.model.parameters():
             parameter.fill_(99)
 
-    def load(self) -> Loaded:
+    def load(self) -> tuple[int, list[str]]:
         return load_checkpoint(self.checkpoints, self.model, self.optimizer, self.world)
 
     def seen(self) -> set[float]:

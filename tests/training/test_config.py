@@ -38,7 +38,6 @@ RISE_AND_FALL = TrainConfig(steps=100, learning_rate=0.008, warmup_ratio=0.2, fi
         ({"eval_batches": 0}, "--eval-batches"),
         ({"checkpoint_every": 0}, "--checkpoint-every"),
         ({"temperature": -1.0}, "--temperature"),
-        ({"temperature": 1e-39}, "--temperature"),  # logits over it are beyond float32
         ({"prompt": ""}, "--prompt"),
     ],
 )

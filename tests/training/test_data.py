@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.training.config import TrainConfig
-from fsdp_compile.training.data import HELD_OUT_EVERY, LARGEST_BLOCK_BYTES, cut, draw_batch, read_corpus
+from fsdp_compile.training.data import HELD_OUT_EVERY, USUAL_BLOCK_BYTES, cut, draw_batch, read_corpus
 
 BATCH, SEQ_LEN = 8, 5
 BLOCKS = torch.arange(6 * 40, dtype=torch.uint8).view(6, 40)  # every byte names its place
@@ -63,9 +63,9 @@ def test_every_byte_is_trained_on_or_held_out_never_both() -> None:
 
 
 def test_one_block_in_twenty_of_a_long_text_is_held_out() -> None:
-    corpus = cut(b"x" * (LARGEST_BLOCK_BYTES * 60 + 1), 256, "here")
-    assert corpus.train.shape == (57, LARGEST_BLOCK_BYTES)
-    assert corpus.held_out.shape == (60 // HELD_OUT_EVERY, LARGEST_BLOCK_BYTES)
+    corpus = cut(b"x" * (USUAL_BLOCK_BYTES * 60 + 1), 256, "here")
+    assert corpus.train.shape == (57, USUAL_BLOCK_BYTES)
+    assert corpus.held_out.shape == (60 // HELD_OUT_EVERY, USUAL_BLOCK_BYTES)
 
 
 def test_a_text_that_is_one_byte_too_short_is_refused() -> None:
@@ -74,9 +74,9 @@ def test_a_text_that_is_one_byte_too_short_is_refused() -> None:
         cut(b"x" * 99, 4, "here")
 
 
-def test_a_sequence_longer_than_any_block_is_refused() -> None:
-    with pytest.raises(ConfigError, match="longer than a block"):
-        cut(b"x" * 10**6, LARGEST_BLOCK_BYTES, "here")
+def test_a_sequence_may_be_longer_than_the_usual_block() -> None:
+    corpus = cut(b"x" * 10**6, USUAL_BLOCK_BYTES, "here")
+    assert (corpus.train.shape, corpus.held_out.shape) == ((58, USUAL_BLOCK_BYTES + 1), (3, USUAL_BLOCK_BYTES + 1))
 
 
 def test_a_folder_is_read_sorted_without_hidden_and_binary_files(tmp_path: Path) -> None:

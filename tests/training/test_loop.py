@@ -32,11 +32,11 @@ TINY = {"steps": 3, "batch_size": 4, "seq_len": 16, "width": 16, "layers": 1, "h
 TEXT = b"every rank holds a shard of every weight. " * 40
 
 
-def _job(folder: Path, options: dict[str, Any], text: Path, ranks: int, done_steps: int = 0) -> Job:
+def _job(folder: Path, options: dict[str, Any], text: Path, ranks: int) -> Job:
     config = TrainConfig(**TINY | {"data": str(text), "eval_batches": 1, "sample_bytes": 3} | options)
     begun_with = read_corpus(config.data, config.seq_len).fingerprint
     run = Run(options=config, text_fingerprint=begun_with, run="this")
-    return Job(run=run, folder=folder / "run", done_steps=done_steps, ranks=ranks, device=DeviceKind.CPU)
+    return Job(run=run, folder=folder / "run", ranks=ranks, device=DeviceKind.CPU)
 
 
 def _world() -> World:
@@ -149,7 +149,7 @@ def _measured(folder: Path) -> list[list[float | None]]:
 def _resume(folder: Path, options: dict[str, Any]) -> str:
     """Go on after step 2."""
     world = _world()
-    return _shown(_job(folder, options, folder / "text-0", world.size, done_steps=2), world)
+    return _shown(_job(folder, options, folder / "text-0", world.size), world)
 
 
 RESUMED = {"steps": 4, "batch_size": 12, "checkpoint_every": 1, "keep_checkpoints": 4, "eval_every": 1}
@@ -255,7 +255,7 @@ def test_two_runs_in_one_folder_are_refused(tmp_path: Path) -> None:
 
 
 def test_ranks_that_read_other_text_are_told_apart(tmp_path: Path) -> None:
-    with pytest.raises(RankMismatchError, match=r"rank 1 read other text than rank 0\n"):
+    with pytest.raises(RankMismatchError, match=r"rank 1 read other text than that which the run began with\n"):
         run_ranks(_train, tmp_path, {}, same_text=False)
 
 
@@ -268,7 +268,7 @@ def _train_on_changed_text(folder: Path) -> None:
 
 
 def test_a_text_that_has_changed_since_the_run_began_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="the text is not that which the run began with"):
+    with pytest.raises(RankMismatchError, match="rank 0 read other text than that which the run began with"):
         run_ranks(_train_on_changed_text, tmp_path, world_size=1)
 
 

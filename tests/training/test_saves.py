@@ -31,7 +31,7 @@ def _names(folder: Path) -> list[str]:
 
 def _load(folder: Path) -> tuple[int, set[float]]:
     run = SmallRun(folder)
-    return run.load().step, run.seen()
+    return run.load()[0], run.seen()
 
 
 def _files(checkpoint: Path) -> dict[str, Any]:
