@@ -102,8 +102,8 @@ def _contents(files: Iterable[Path]) -> Iterable[bytes]:
 def draw_batch(config: TrainConfig, blocks: Tensor, key: str | int, *, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
     """Draw the share of a rank of one batch, which follows from `config.seed` and its key: the step, or a name.
 
-    There is no state to save: a resumed run reads what an uninterrupted one would have read, and ranks read together what
-    one rank would read in a single process. `config.batch_size` is that of all ranks, `blocks` uint8 (blocks, block bytes).
+    There is no state to save: a resumed run reads what an uninterrupted one would have read, and ranks read together
+    what one rank would read in a single process. `blocks` are uint8 (blocks, block bytes).
 
     Returns:
         Tokens and the tokens that follow them, int64 (batch_size / ranks, seq_len) each.

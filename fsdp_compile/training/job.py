@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_compile.errors import ConfigError
+from fsdp_compile.formats.complete import MARKER
 from fsdp_compile.training.checkpoint_folder import Check, CheckpointFolder, step_of
 from fsdp_compile.training.config import TrainConfig
 from fsdp_compile.training.placement import TIMEOUT_S, DeviceKind, Placement
@@ -57,11 +58,8 @@ class Run:
         try:
             written: dict[str, Any] = json.loads(path.read_text())
             if "options" in written and "run" not in written:
-                what = f"the run in {folder} was started by an earlier version of fsdp_compile, whose checkpoints say "
-                what += "neither which run wrote them nor what must be in their files"
-                instead = (
-                    f"a new run, or that version; torch.distributed.checkpoint reads {folder / CHECKPOINTS} as well"
-                )
+                what = f"the run in {folder} was started by an earlier version of fsdp_compile, without {MARKER}"
+                instead = f"a new run, or that version; torch.distributed.checkpoint reads {folder / CHECKPOINTS}"
                 raise ConfigError(what, where="--resume", instead=instead)
             return cls(**written | {"options": TrainConfig(**written["options"])})
         except OSError as error:

@@ -41,8 +41,8 @@ class DeviceKind(StrEnum):
 class Placement:
     """Where ranks are to run.
 
-    `wanted` is their number on all hosts (`None`: one per GPU of this host, or `RANKS_WITHOUT_GPU`), `started_here` that
-    of the ranks of this host that a launcher has started, this process being one (`None` without a launcher).
+    `wanted` is their number on all hosts (`None`: one per GPU of this host, or `RANKS_WITHOUT_GPU`), and `started_here`
+    how many a launcher has started on this host, this process being one (`None` without a launcher).
     """
 
     wanted: int | None
