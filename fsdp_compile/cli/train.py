@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import signal
 import sys
 from dataclasses import fields, replace
 from enum import StrEnum
@@ -74,19 +75,21 @@ def run(arguments: argparse.Namespace) -> int:
     placement = Placement.find(arguments.ranks)
     _check_restarts(arguments.max_restarts, placement)
     job = _job(arguments, placement)
-    from fsdp_compile.training.launch import Interrupted, join, launch
+    from torch.distributed.elastic.multiprocessing import SignalException
 
-    if placement.joins:
+    from fsdp_compile.training.launch import join, launch
+
+    if placement.started_here is not None:
         join(job)
         return 0
     try:
         launch(job, arguments.max_restarts)
-    except Interrupted as interrupted:
+    except (KeyboardInterrupt, SignalException) as interrupted:  # the former before torch's launcher hears signals
         from rich.console import Console
 
         Console().show_cursor()  # a rank that is killed cannot end its progress bar
         print(f"\ninterrupted; {_how_to_go_on(job)}", file=sys.stderr)
-        return 128 + interrupted.signal
+        return 128 + getattr(interrupted, "sigval", signal.SIGINT)
     except RankFailedError as error:
         print(error, file=sys.stderr)
         return 1
@@ -96,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _check_restarts(count: int, placement: Placement) -> None:
     if count < 0:
         raise ConfigError(f"there cannot be {count} restarts", where="--max-restarts", instead="0 or more")
-    if count and placement.joins:
+    if count and placement.started_here is not None:
         raise ConfigError(
             "this process was started by a launcher, which restarts it",
             where="--max-restarts",

@@ -42,17 +42,11 @@ class SaveMode(Enum):
 
 
 class Saves:
-    """Writes the checkpoints of a run, one at a time. Every rank calls every method.
+    """Writes the checkpoints of a run, one at a time, of which `keep` good ones stay. Every rank calls every method.
 
     Methods that say how a save ended return, on rank 0, which older checkpoints cannot be removed and why, one sentence
     each. They raise `CheckpointError` on all ranks if a value is not finite or a file cannot be written; checkpoints
-    that were complete are as they were.
-
-    Args:
-        folder: Checkpoints of the run.
-        world: This rank.
-        keep: How many good checkpoints of the run there may be; older ones are removed when a new one is complete.
-        mode: BACKGROUND needs as much host memory as parameters and optimizer state have on this rank.
+    that were complete are as they were. BACKGROUND needs as much host memory as this rank has parameters and state.
     """
 
     def __init__(self, folder: CheckpointFolder, world: World, *, keep: int, mode: SaveMode) -> None:
@@ -60,8 +54,7 @@ class Saves:
         self._world = world
         self._keep = keep
         self._running: tuple[_Writer, concurrent.futures.Future[Metadata]] | None = None
-        self._stager = None
-        self._group = None
+        self._stager, self._group = None, None
         if mode is SaveMode.BACKGROUND:
             on_gpu = world.device.type == "cuda"
             copy = {"use_pinned_memory": on_gpu, "use_non_blocking_copy": on_gpu}
@@ -72,12 +65,9 @@ class Saves:
             self._group = dist.new_group(backend="gloo", timeout=timeout_of(dist.group.WORLD))
 
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
-        """Write a checkpoint, or begin to write one of the values of now, after the one before is complete.
+        """Write a checkpoint of `step` done steps, or begin to, when the one before is complete.
 
-        Args:
-            step: Steps done.
-            model: Its parameters are DTensors.
-            optimizer: Has stepped at least once.
+        The parameters are DTensors, and the optimizer has stepped at least once.
         """
         problems = self.wait()
         writer = _Writer(self._folder, step, self._keep)
@@ -93,11 +83,10 @@ class Saves:
 
     def poll(self) -> tuple[str, ...]:
         """Say how the save in the background ended, if it has on all ranks; called between steps."""
-        if self._running is None:
+        is_running = self._running is not None and not self._running[1].done()
+        if self._running is None or self._world.any(torch.tensor(is_running, device=self._world.device)):
             return ()
-        _, future = self._running
-        is_running = self._world.any(torch.tensor(not future.done(), device=self._world.device))
-        return () if is_running else self.wait()
+        return self.wait()
 
     def wait(self) -> tuple[str, ...]:
         """Wait until the checkpoint that is being written is complete."""
@@ -112,15 +101,13 @@ class Saves:
         """Wait for the end of the save; also where training failed, and other ranks do not come."""
         if self._running is not None:
             concurrent.futures.wait([self._running[1]])
-        if self._stager is not None:
-            self._stager.close()
 
     @contextmanager
     def _errors_named(self, step: int) -> Iterator[None]:
         try:
             yield
         except CheckpointException as error:
-            if self._world.is_first:
+            if self._world.rank == 0:
                 self._folder.abandon()
             self._world.gather(None)  # the others wait: with the first rank that ends, a launcher ends all
             newest = self._folder.newest()

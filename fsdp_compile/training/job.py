@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.formats.complete import MARKER
-from fsdp_compile.training.checkpoint_folder import Check, CheckpointFolder, step_of
+from fsdp_compile.formats.complete import MARKER, check_contents, check_size
+from fsdp_compile.training.checkpoint_folder import CheckpointFolder, step_of
 from fsdp_compile.training.config import TrainConfig
 from fsdp_compile.training.placement import TIMEOUT_S, DeviceKind, Placement
 
@@ -146,9 +146,8 @@ def resumed_job(options: Mapping[str, Any], path: Path | None, placement: Placem
     _check_ranks(run.options, placement)
     steps = run.options.steps
     checkpoints = CheckpointFolder(folder / CHECKPOINTS, run.run)
-    check = Check.SIZES  # ranks compare the contents of what they load
-    if step_of(checkpoints.newest(check)) >= steps:
-        check = Check.CONTENTS  # no rank loads it if the run is done
+    # Ranks compare the contents of what they load; of a run that is done they load nothing.
+    check = check_contents if step_of(checkpoints.newest()) >= steps else check_size
     newest = checkpoints.newest(check)
     if newest is None:
         problems = [str(checkpoints.problem_with(path, check)) for path in checkpoints.candidates()]
@@ -205,7 +204,7 @@ def _job(run: Run, folder: Path, placement: Placement, device: DeviceKind) -> Jo
     fingerprint = read_corpus(run.options.data, run.options.seq_len).fingerprint
     if run.text_fingerprint not in ("", fingerprint):
         raise ConfigError("the text is not that which the run began with", where="--data", instead="a new run")
-    resolved = device.resolve(placement.local_ranks)
+    resolved = device.resolve(placement.started_here or placement.ranks)
     return Job(run=replace(run, text_fingerprint=fingerprint), folder=folder, ranks=placement.ranks, device=resolved)
 
 

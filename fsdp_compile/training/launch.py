@@ -7,32 +7,23 @@ import logging
 import os
 import signal
 import tempfile
-import uuid
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from fsdp_compile.comm.failures import end_by, end_quickly, explained
 from fsdp_compile.errors import RankFailedError
 from fsdp_compile.training.job import Job
-from fsdp_compile.training.loop import train
 from fsdp_compile.training.placement import launcher_folder, restarts
+from fsdp_compile.training.trainer import train
 from fsdp_compile.training.world import join_world
 
 _SAY_ALL = ("FSDPCompileError", "CheckpointError", "ConfigError", "RankMismatchError", "UnsupportedModelError")
 """Errors of ours whose text says what to do: a traceback would show our own lines."""
-
-
-class Interrupted(Exception):  # noqa: N818 (it is not an error)
-    """A signal ended the run; no rank is left."""
-
-    def __init__(self, by: signal.Signals) -> None:
-        self.signal = by
-        super().__init__(by.name)
 
 
 def launch(job: Job, max_restarts: int = 0) -> None:
@@ -42,7 +33,7 @@ def launch(job: Job, max_restarts: int = 0) -> None:
 
     Raises:
         RankFailedError: A rank failed.
-        Interrupted: This process got SIGINT, SIGTERM, SIGHUP or SIGQUIT and has ended all ranks.
+        SignalException, KeyboardInterrupt: This process got a signal and has ended all ranks.
     """
     # Set before ranks import torch, which reads it once.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // job.ranks)))
@@ -57,20 +48,14 @@ def launch(job: Job, max_restarts: int = 0) -> None:
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=job.ranks,
-            run_id=uuid.uuid4().hex,
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
             local_addr="localhost",
             max_restarts=max_restarts,
-            start_method="spawn",
             logs_specs=DefaultLogsSpecs(log_dir=reports),
         )
         try:
             elastic_launch(config, _run_rank)(job)
-        except KeyboardInterrupt:  # before the launcher listens to signals
-            raise Interrupted(signal.SIGINT) from None
-        except SignalException as error:
-            raise Interrupted(error.sigval) from None
         except ChildFailedError as error:
             end_quickly()
             raise RankFailedError(_root_cause(error, Path(reports))) from None

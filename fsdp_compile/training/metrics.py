@@ -104,7 +104,7 @@ class Display(logging.Handler):
     def __init__(self, steps: int, console: Console) -> None:
         super().__init__(logging.INFO)
         columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[what]}"), TimeRemainingColumn())
-        self.bar = Progress(*columns, console=console, disable=not console.is_terminal)
+        self.bar = Progress(*columns, console=console, disable=console.quiet or not console.is_terminal)
         self._task = self.bar.add_task("training", total=steps, what="compiling")
         self._last_s = time.monotonic()
 
@@ -132,11 +132,7 @@ class Display(logging.Handler):
 @contextmanager
 def open_display(steps: int, *, is_first: bool = True) -> Iterator[Display]:
     """The display of a rank: ranks other than the first show nothing."""
-    if not is_first:
-        yield Display(steps, Console(quiet=True, force_terminal=False))
-        return
-    display = Display(steps, Console())
-    level = COMPILES.level
+    display, level = Display(steps, Console(quiet=not is_first)), COMPILES.level
     if not display.bar.disable:
         COMPILES.addHandler(display)
         COMPILES.setLevel(logging.INFO)

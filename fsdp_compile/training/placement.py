@@ -1,4 +1,4 @@
-"""The number of ranks and the devices of a run; torch is imported only where GPUs are counted."""
+"""The number of ranks, the devices and the launcher of a run; torch is imported only where GPUs are counted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 
 from fsdp_compile.errors import ConfigError
 
-RANKS_WITHOUT_GPU = 2
 TIMEOUT_S = 60.0
 """How long ranks wait for each other unless the user says otherwise."""
 
@@ -23,11 +22,7 @@ class DeviceKind(StrEnum):
     CUDA = "cuda"
 
     def resolve(self, local_ranks: int) -> DeviceKind:
-        """CPU or CUDA, for so many ranks on this host.
-
-        Raises:
-            ConfigError: CUDA was asked for and there are fewer GPUs than ranks.
-        """
+        """CPU or CUDA, for so many ranks on this host; `ConfigError` if CUDA was chosen and there are fewer GPUs."""
         gpus = _count_gpus()
         if self is DeviceKind.CUDA and gpus < local_ranks:
             what = f"{local_ranks} ranks need a GPU each and this host has {gpus}"
@@ -41,8 +36,8 @@ class DeviceKind(StrEnum):
 class Placement:
     """Where ranks are to run.
 
-    `wanted` is their number on all hosts (`None`: one per GPU of this host, or `RANKS_WITHOUT_GPU`), and `started_here`
-    how many a launcher has started on this host, this process being one (`None` without a launcher).
+    `wanted` is their number on all hosts (`None`: one per GPU of this host, or 2 without), and `started_here` how many
+    a launcher has started on this host, this process being one (`None` without a launcher).
     """
 
     wanted: int | None
@@ -57,28 +52,18 @@ class Placement:
         """
         if ranks is not None and ranks < 1:
             raise ConfigError(f"there cannot be {ranks} ranks", where="--ranks", instead="1 or more")
-        if "RANK" in environment and "WORLD_SIZE" in environment:
-            started = int(environment["WORLD_SIZE"])
-            if ranks not in (None, started):
-                what = f"the launcher has started {started} ranks, not {ranks}"
-                raise ConfigError(what, where="--ranks", instead="leave --ranks away below torchrun")
-            return cls(started, int(environment.get("LOCAL_WORLD_SIZE", "1")))
-        return cls(ranks)
+        if "RANK" not in environment or "WORLD_SIZE" not in environment:
+            return cls(ranks)
+        started = int(environment["WORLD_SIZE"])
+        if ranks not in (None, started):
+            what = f"the launcher has started {started} ranks, not {ranks}"
+            raise ConfigError(what, where="--ranks", instead="leave --ranks away below torchrun")
+        return cls(started, int(environment.get("LOCAL_WORLD_SIZE", "1")))
 
     @property
     def ranks(self) -> int:
         """Number of ranks on all hosts."""
-        return self.wanted or _count_gpus() or RANKS_WITHOUT_GPU
-
-    @property
-    def local_ranks(self) -> int:
-        """Those on this host."""
-        return self.started_here or self.ranks
-
-    @property
-    def joins(self) -> bool:
-        """Whether a launcher has already started them."""
-        return self.started_here is not None
+        return self.wanted or _count_gpus() or 2
 
 
 def restarts(environment: Mapping[str, str] = os.environ) -> int:

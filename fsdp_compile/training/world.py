@@ -28,11 +28,6 @@ class World:
     size: int
     device: torch.device
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this is rank 0, the one that shows and writes."""
-        return self.rank == 0
-
     def mean(self, value: Tensor) -> float:
         """The mean over ranks of a 0-d tensor."""
         total = value.detach().float().clone()

@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 
 from fsdp_compile.cli.main import main
-from fsdp_compile.training.trainer import StepResult, Trainer
+from fsdp_compile.training.trainer import Trainer
 
 PAUSE_AT = int(os.environ.get("PAUSE_AT", "0"))
 FAIL_AT = int(os.environ.get("FAIL_AT", "0"))
@@ -39,7 +39,7 @@ _step = Trainer.step
 _mkdir = Path.mkdir
 
 
-def _troubled_step(self: Trainer, step: int) -> StepResult:
+def _troubled_step(self: Trainer, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     # Set when a rank runs, after it has imported this.
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) >= int(os.environ.get("TROUBLES", "1")):
         return _step(self, step)

@@ -48,7 +48,7 @@ def _save_again_and_again(run: SmallRun, log: Path, save: Callable[[int], None])
     while True:
         step += 1
         save(step)
-        if run.world.is_first:
+        if run.world.rank == 0:
             aside = log.with_suffix(".aside")
             aside.write_text(str(step))
             aside.replace(log)

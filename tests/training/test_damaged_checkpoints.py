@@ -275,6 +275,6 @@ def test_a_damaged_checkpoint_gives_its_name_to_the_next(written: Path, tmp_path
 def _load_and_save(folder: Path) -> Any:
     run = SmallRun(folder)
     step, _ = run.load()
-    if run.world.is_first:
+    if run.world.rank == 0:
         run.checkpoints.set_aside_after(step)
     run.step_and_save(2)

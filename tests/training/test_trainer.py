@@ -21,10 +21,9 @@ from fsdp_compile.errors import ConfigError, FSDPCompileError, RankMismatchError
 from fsdp_compile.training.config import TrainConfig
 from fsdp_compile.training.data import read_corpus
 from fsdp_compile.training.job import Job, Run, lock_run
-from fsdp_compile.training.loop import train
-from fsdp_compile.training.metrics import held_out_losses, read_records
+from fsdp_compile.training.metrics import held_out_losses, open_display, read_records
 from fsdp_compile.training.placement import DeviceKind
-from fsdp_compile.training.trainer import Trainer
+from fsdp_compile.training.trainer import Trainer, train
 from fsdp_compile.training.world import World
 from tests.ranks import run_ranks
 
@@ -47,7 +46,7 @@ def _train(folder: Path, options: dict[str, Any], *, matplotlib: bool = True, sa
     """Train in a new folder; returns what this rank showed."""
     world = _world()
     text = folder / f"text-{world.rank}"
-    text.write_bytes(TEXT if same_text or world.is_first else TEXT[::-1])
+    text.write_bytes(TEXT if same_text or world.rank == 0 else TEXT[::-1])
     with pytest.MonkeyPatch.context() as patch:
         if not matplotlib:
             patch.setattr("fsdp_compile.training.metrics.find_spec", lambda _name: None)
@@ -274,8 +273,9 @@ def test_a_text_that_has_changed_since_the_run_began_is_refused(tmp_path: Path) 
 
 def _replicated(text: Path) -> tuple[tuple[int, ...], set[float]]:
     """The shape of the mesh of replicas and shards, and how long its groups wait."""
-    config = TrainConfig(**TINY | {"data": str(text), "replicas": 2})
-    trainer = Trainer(config, read_corpus(config.data, config.seq_len), _world(), shard_now=False)
+    job = _job(text.parent, {"replicas": 2}, text, 4)
+    with open_display(3) as display:
+        trainer = Trainer(job, read_corpus(str(text), 16), _world(), display)
     weight = trainer.model.head.weight
     assert isinstance(weight, DTensor)
     groups = weight.device_mesh.get_all_groups()
