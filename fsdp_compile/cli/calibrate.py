@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.training.placement import TIMEOUT_S, DeviceKind, Placement
+from fsdp_compile.training.job import TIMEOUT_S, DeviceKind, Placement
 
 if TYPE_CHECKING:
     from fsdp_compile.cost.calibrated import Calibration

@@ -14,8 +14,16 @@ from typing import Any, get_type_hints
 from fsdp_compile.errors import ConfigError, RankFailedError
 from fsdp_compile.training.checkpoint_folder import step_of
 from fsdp_compile.training.config import TrainConfig, flag
-from fsdp_compile.training.job import Job, new_job, resumed_job
-from fsdp_compile.training.placement import TIMEOUT_S, DeviceKind, Placement, launcher_folder, restarts
+from fsdp_compile.training.job import (
+    TIMEOUT_S,
+    DeviceKind,
+    Job,
+    Placement,
+    launcher_folder,
+    new_job,
+    restarts,
+    resumed_job,
+)
 
 NAME = "train"
 ABOUT = "Train a small language model on real text over several processes, each holding its share of it."
@@ -73,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigError: An option has an impossible value.
     """
     placement = Placement.find(arguments.ranks)
-    _check_restarts(arguments.max_restarts, placement)
+    _check_start(arguments.max_restarts, arguments.timeout, placement)
     job = _job(arguments, placement)
     from torch.distributed.elastic.multiprocessing import SignalException
 
@@ -96,7 +104,11 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _check_restarts(count: int, placement: Placement) -> None:
+def _check_start(count: int, timeout_s: float, placement: Placement) -> None:
+    shortest_s, longest_s = 1e-3, 1e8  # torch counts milliseconds, and its clocks overflow at some hundred years
+    if not shortest_s <= timeout_s <= longest_s:  # also not for NaN
+        instead = f"seconds, a number from {shortest_s:g} to {longest_s:g}"
+        raise ConfigError(f"{timeout_s:g} is out of bounds", where="--timeout", instead=instead)
     if count < 0:
         raise ConfigError(f"there cannot be {count} restarts", where="--max-restarts", instead="0 or more")
     if count and placement.started_here is not None:

@@ -41,24 +41,28 @@ class SaveMode(Enum):
     BACKGROUND = auto()
 
 
-class Saves:
-    """Writes the checkpoints of a run, one at a time, of which `keep` good ones stay. Every rank calls every method.
+class Saves(NamingWriter):
+    """Writes the checkpoints of a run, one at a time, of which `keep` good ones stay. Every rank calls each method.
 
-    Methods that say how a save ended return, on rank 0, which older checkpoints cannot be removed and why, one sentence
-    each. They raise `CheckpointError` on all ranks if a value is not finite or a file cannot be written; checkpoints
-    that were complete are as they were. BACKGROUND needs as much host memory as this rank has parameters and state.
+    `save` to `wait` return, on rank 0, which older checkpoints cannot be removed and why, one sentence each. They raise
+    `CheckpointError` on all ranks if a value is not finite or a file cannot be written; checkpoints that were complete
+    are as they were. BACKGROUND needs as much host memory as this rank has parameters and optimizer state.
     """
 
     def __init__(self, folder: CheckpointFolder, world: World, *, keep: int, mode: SaveMode) -> None:
+        super().__init__(folder.partial)
         self._folder = folder
         self._world = world
         self._keep = keep
-        self._running: tuple[_Writer, concurrent.futures.Future[Metadata]] | None = None
+        self._step = 0
+        self._problems: tuple[str, ...] = ()
+        self._running: concurrent.futures.Future[Metadata] | None = None
         self._stager, self._group = None, None
         if mode is SaveMode.BACKGROUND:
             on_gpu = world.device.type == "cuda"
             copy = {"use_pinned_memory": on_gpu, "use_non_blocking_copy": on_gpu}
             self._stager = DefaultStager(StagingOptions(use_shared_memory=False, use_async_staging=False, **copy))
+            self.per_thread_copy_ahead = 0  # DCP's thread, which reads a copy on the host, needs no stream of a GPU
             assert dist.group.WORLD is not None
             # Of its own, so that collectives of DCP's thread and of training never mix. Torch would let it wait 30
             # minutes, whatever the world has.
@@ -70,20 +74,19 @@ class Saves:
         The parameters are DTensors, and the optimizer has stepped at least once.
         """
         problems = self.wait()
-        writer = _Writer(self._folder, step, self._keep)
-        settings: Any = {"storage_writer": writer, "planner": _FinitePlanner(), "process_group": self._group}
+        self._step = step
+        how: Any = {"storage_writer": self, "planner": _FinitePlanner(), "process_group": self._group}
         if self._stager is not None:
-            writer.per_thread_copy_ahead = 0  # DCP's thread, which reads a copy on the host, needs no stream of a GPU
-            running: Any = dcp.async_save(_state(model, optimizer), async_stager=self._stager, **settings)
-            self._running = writer, running
+            running: Any = dcp.async_save(_state(model, optimizer), async_stager=self._stager, **how)
+            self._running = running
             return problems
-        with self._errors_named(step):
-            dcp.save(_state(model, optimizer), **settings)
-        return writer.problems
+        with self._errors_named():
+            dcp.save(_state(model, optimizer), **how)
+        return self._problems
 
     def poll(self) -> tuple[str, ...]:
         """Say how the save in the background ended, if it has on all ranks; called between steps."""
-        is_running = self._running is not None and not self._running[1].done()
+        is_running = self._running is not None and not self._running.done()
         if self._running is None or self._world.any(torch.tensor(is_running, device=self._world.device)):
             return ()
         return self.wait()
@@ -92,18 +95,18 @@ class Saves:
         """Wait until the checkpoint that is being written is complete."""
         if self._running is None:
             return ()
-        (writer, future), self._running = self._running, None
-        with self._errors_named(writer.step):
-            future.result()
-        return writer.problems
+        running, self._running = self._running, None
+        with self._errors_named():
+            running.result()
+        return self._problems
 
     def close(self) -> None:
         """Wait for the end of the save; also where training failed, and other ranks do not come."""
         if self._running is not None:
-            concurrent.futures.wait([self._running[1]])
+            concurrent.futures.wait([self._running])
 
     @contextmanager
-    def _errors_named(self, step: int) -> Iterator[None]:
+    def _errors_named(self) -> Iterator[None]:
         try:
             yield
         except CheckpointException as error:
@@ -112,7 +115,34 @@ class Saves:
             self._world.gather(None)  # the others wait: with the first rank that ends, a launcher ends all
             newest = self._folder.newest()
             instead = f"go on from {newest}, which is complete" if newest else None
-            raise CheckpointError(_cause(error, "write a checkpoint"), where=f"step {step}", instead=instead) from None
+            what, where = _cause(error, "write a checkpoint"), f"step {self._step}"
+            raise CheckpointError(what, where=where, instead=instead) from None
+
+    # What DCP calls, in this order: the plans of all ranks meet on rank 0 before any rank writes.
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Torch would write in what is left over from another save."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On rank 0: make room."""
+        self._folder.begin()
+        return super().prepare_global_plan(plans)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
+        """Write this rank's file, and add its digest to what DCP is told."""
+        written = super().write_data(plan, planner).value()
+        names = {each.storage_data.relative_path for each in written}
+        made: Future[Any] = Future()
+        made.set_result((written, {name: FileDigest.of(self._folder.partial / name) for name in names}))
+        return made
+
+    def finish(self, metadata: Metadata, results: list[Any]) -> None:
+        """On rank 0, when the files of all ranks are on disk: complete the checkpoint."""
+        super().finish(metadata, [written for written, _ in results])
+        files = {name: digest for _, digests in results for name, digest in digests.items()}
+        files[METADATA] = FileDigest.of(self._folder.partial / METADATA)
+        self._problems = self._folder.finish(self._step, files, keep=self._keep)
 
 
 def load_checkpoint(
@@ -162,37 +192,6 @@ class _FinitePlanner(DefaultSavePlanner):
                 where = f"{name} has values on rank {dist.get_rank()} that are not finite"
                 raise CheckpointError(f"{where}, so that no checkpoint is written")
         return super().create_local_plan()
-
-
-class _Writer(NamingWriter):
-    """Writes a checkpoint to `folder.partial`; rank 0 completes it when the files of all ranks are on disk."""
-
-    def __init__(self, folder: CheckpointFolder, step: int, keep: int) -> None:
-        super().__init__(folder.partial)
-        self.step = step
-        self.problems: tuple[str, ...] = ()
-        self._folder = folder
-        self._keep = keep
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan  # torch would write in what is left over from another save
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        self._folder.begin()  # rank 0, before any rank writes
-        return super().prepare_global_plan(plans)
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
-        written = super().write_data(plan, planner).value()
-        names = {each.storage_data.relative_path for each in written}
-        made: Future[Any] = Future()
-        made.set_result((written, {name: FileDigest.of(self._folder.partial / name) for name in names}))
-        return made
-
-    def finish(self, metadata: Metadata, results: list[Any]) -> None:
-        super().finish(metadata, [written for written, _ in results])
-        files = {name: digest for _, digests in results for name, digest in digests.items()}
-        files[METADATA] = FileDigest.of(self._folder.partial / METADATA)
-        self.problems = self._folder.finish(self.step, files, keep=self._keep)
 
 
 def _verified(folder: CheckpointFolder, checkpoint: Path, world: World) -> SafeReader:

@@ -36,11 +36,7 @@ def option(default: Any, about: str, *, at_least: float = -INF, above: float = -
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """All options that decide what a run computes. The number of ranks is not one of them.
-
-    Raises:
-        ConfigError: A value is out of its bounds, or two contradict each other.
-    """
+    """All options that decide what a run computes, checked. The number of ranks is not one of them."""
 
     data: str | None = option(None, "text to learn, a file or a folder (default: the source of Python's own library)")
     steps: int = option(300, "optimizer steps in all", at_least=1)
@@ -55,22 +51,17 @@ class TrainConfig:
     final_ratio: float = option(0.1, "last rate as a share of the highest, along a cosine", at_least=0, at_most=1)
     weight_decay: float = option(0.1, "of AdamW, per step and unit of learning rate", at_least=0, at_most=1e6)
     clip_norm: float = option(1.0, "largest norm of all gradients together", above=0)
-    mixed_precision: MixedPrecision = option(  # noqa: RUF009 (an enum member is immutable)
-        MixedPrecision.NONE, "bf16: gather and compute in bfloat16, reduce gradients in float32"
-    )
+    # Enum members by their text, which is immutable for ruff.
+    mixed_precision: MixedPrecision = option("none", "bf16: gather and compute in bfloat16, reduce in float32")  # noqa: RUF009
     replicas: int = option(1, "copies of the model, each sharded over ranks / replicas ranks", at_least=1)
-    on_nonfinite: OnNonFinite = option(  # noqa: RUF009 (an enum member is immutable)
-        OnNonFinite.STOP, "where a loss or a gradient is not finite: stop ends the run, skip goes on without an update"
-    )
+    on_nonfinite: OnNonFinite = option("stop", "a loss or gradient not finite: stop ends, skip goes on without update")  # noqa: RUF009
     seed: int = option(0, "decides initial weights, batches and sample", at_least=0, at_most=2**63 - 1)
     log_every: int = option(5, "steps between two lines of metrics", at_least=1)
     eval_every: int = option(50, "steps between two held-out losses", at_least=1)
     eval_batches: int = option(4, "batches of held-out text per held-out loss", at_least=1)
     checkpoint_every: int = option(50, "steps between two checkpoints", at_least=1)
     keep_checkpoints: int = option(2, "newest checkpoints of the run that are kept", at_least=1)
-    async_checkpoints: bool = option(
-        default=False, about="go on training while checkpoints are written, from a copy of the state on the host"
-    )
+    async_checkpoints: bool = option(default=False, about="go on while checkpoints are written from a copy on the host")
     prompt: str = option("def ", "text that the sample at the end continues")
     sample_bytes: int = option(256, "length in bytes of the sample at the end; 0 for none", at_least=0)
     temperature: float = option(0.6, "randomness of the sample: 0 takes the likeliest byte", at_least=0)

@@ -1,15 +1,17 @@
-"""One run: what it trains, its folder and files, on how many ranks, new or resumed. Torch is not imported early."""
+"""One run: what it trains, on which ranks and devices, in which folder, new or resumed; torch is imported late."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
 import json
+import os
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +19,64 @@ from fsdp_compile.errors import ConfigError
 from fsdp_compile.formats.complete import MARKER, check_contents, check_size
 from fsdp_compile.training.checkpoint_folder import CheckpointFolder, step_of
 from fsdp_compile.training.config import TrainConfig
-from fsdp_compile.training.placement import TIMEOUT_S, DeviceKind, Placement
 
 RUNS = Path("runs")
-SHORTEST_TIMEOUT_S, LONGEST_TIMEOUT_S = 1e-3, 1e8
-"""Torch counts milliseconds, and its clocks overflow at some hundred years."""
+TIMEOUT_S = 60.0
+"""How long ranks wait for each other unless the user says otherwise."""
 CONFIG, METRICS, CHECKPOINTS = "config.json", "metrics.jsonl", "checkpoints"
 """Names in a run's folder: a `Run`, `metrics.Record`s, a `CheckpointFolder`."""
+
+
+class DeviceKind(StrEnum):
+    """Where a run computes; AUTO takes GPUs where every local rank has one."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+    def resolve(self, local_ranks: int) -> DeviceKind:
+        """CPU or CUDA, for so many ranks on this host; `ConfigError` if CUDA was chosen and there are fewer GPUs."""
+        gpus = _count_gpus()
+        if self is DeviceKind.CUDA and gpus < local_ranks:
+            what = f"{local_ranks} ranks need a GPU each and this host has {gpus}"
+            raise ConfigError(what, where="--device cuda", instead="fewer --ranks, or --device cpu")
+        if self is DeviceKind.AUTO:
+            return DeviceKind.CUDA if gpus >= local_ranks else DeviceKind.CPU
+        return self
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where ranks are to run.
+
+    `wanted` is their number on all hosts (`None`: one per GPU of this host, or 2 without), and `started_here` how many
+    a launcher has started on this host, this process being one (`None` without a launcher).
+    """
+
+    wanted: int | None
+    started_here: int | None = None
+
+    @classmethod
+    def find(cls, ranks: int | None, environment: Mapping[str, str] = os.environ) -> Placement:
+        """Join the ranks of an elastic launcher, or ask for `ranks` local ones.
+
+        Raises:
+            ConfigError: The number is not positive, or not that of the launcher.
+        """
+        if ranks is not None and ranks < 1:
+            raise ConfigError(f"there cannot be {ranks} ranks", where="--ranks", instead="1 or more")
+        if "RANK" not in environment or "WORLD_SIZE" not in environment:
+            return cls(ranks)
+        started = int(environment["WORLD_SIZE"])
+        if ranks not in (None, started):
+            what = f"the launcher has started {started} ranks, not {ranks}"
+            raise ConfigError(what, where="--ranks", instead="leave --ranks away below torchrun")
+        return cls(started, int(environment.get("LOCAL_WORLD_SIZE", "1")))
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks on all hosts."""
+        return self.wanted or _count_gpus() or 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +100,7 @@ class Run:
 
     @classmethod
     def read(cls, folder: Path) -> Run:
-        """What the run in a folder was started with.
-
-        Raises:
-            ConfigError: No run was started here, or the file is damaged.
-        """
+        """What the run in a folder was started with; `ConfigError` if there is none, or the file is damaged."""
         path = folder / CONFIG
         if not path.is_file():
             raise ConfigError(f"there is no run in {folder}", where="--resume", instead="the --out folder of a run")
@@ -72,13 +121,8 @@ class Run:
 class Job:
     """A run whose options were all checked, before anything is started for it.
 
-    Attributes:
-        ranks: Number of ranks on all hosts.
-        timeout_s: How long a rank waits for others before all of them end.
-        restart: Which one this is of how many, and why; "" the first time.
-
-    Raises:
-        ConfigError: The timeout is out of bounds.
+    `ranks` is their number on all hosts, `timeout_s` how long one waits for others before all end, and `restart` which
+    one this is of how many, and why ("" the first time).
     """
 
     run: Run
@@ -88,31 +132,35 @@ class Job:
     timeout_s: float = TIMEOUT_S
     restart: str = ""
 
-    def __post_init__(self) -> None:
-        if not SHORTEST_TIMEOUT_S <= self.timeout_s <= LONGEST_TIMEOUT_S:  # also not for NaN
-            instead = f"seconds, a number from {SHORTEST_TIMEOUT_S:g} to {LONGEST_TIMEOUT_S:g}"
-            raise ConfigError(f"{self.timeout_s:g} is out of bounds", where="--timeout", instead=instead)
-
     @property
     def checkpoints(self) -> CheckpointFolder:
         """The checkpoints of the run."""
         return CheckpointFolder(self.folder / CHECKPOINTS, self.run.run)
 
 
+def restarts(environment: Mapping[str, str] = os.environ) -> int:
+    """How often an elastic launcher has started this process again."""
+    return int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def launcher_folder(environment: Mapping[str, str] = os.environ) -> str:
+    """The folder of reports of the elastic launcher that has started this process; "" where it has none.
+
+    Each launcher makes one of its own, which stays the same when it starts processes again.
+    """
+    file = environment.get("TORCHELASTIC_ERROR_FILE")  # <folder>/attempt_<restart>/<rank>/error.json
+    return str(Path(file).parents[2]) if file else ""
+
+
 def new_job(
     options: Mapping[str, Any], out: Path | None, placement: Placement, device: DeviceKind, restarted_by: str = ""
 ) -> Job:
-    """A run from its first step.
+    """A run in the folder `out`, or, for None, in one below `RUNS` that is named after the time.
 
-    Args:
-        options: Fields of `TrainConfig` that are not to have their defaults.
-        out: Folder of the run; None for one below `RUNS`, named after the time.
-        placement: Where ranks are to run.
-        device: What the user asked for.
-        restarted_by: The launcher that has started this process again: a run in `out` that it began is this one.
+    Where a launcher has started this process again, `restarted_by`, a run in `out` that it began is this one.
 
     Raises:
-        ConfigError: An option, the folder or the text is refused.
+        ConfigError: An option (a field of `TrainConfig`), the folder or the text is not possible.
     """
     config = TrainConfig(**options)
     _check_ranks(config, placement)
@@ -122,11 +170,10 @@ def new_job(
             raise ConfigError(f"{path} is a file", where="--out", instead="a folder, or a path that is free")
     run = Run(options=config, text_fingerprint="", run=uuid.uuid4().hex)
     if (folder / CONFIG).exists():
-        begun = Run.read(folder) if restarted_by else run
-        if begun.launcher != restarted_by or begun is run:
+        if not restarted_by or Run.read(folder).launcher != restarted_by:
             instead = f"another folder, or --resume {folder}"
             raise ConfigError(f"there is a run in {folder} already", where="--out", instead=instead)
-        run = replace(begun, options=config)
+        run = replace(Run.read(folder), options=config)
     if config.data is not None and folder.resolve().is_relative_to(Path(config.data).resolve()):
         what = f"the run's folder {folder} is inside of the text, {config.data}, which would change with it"
         instead = "--out with a folder elsewhere, or --data with a folder of nothing but text"
@@ -160,11 +207,7 @@ def resumed_job(options: Mapping[str, Any], path: Path | None, placement: Placem
 
 
 def newest_folder() -> Path:
-    """The folder of the run below `RUNS` that was started or resumed last, whatever its name.
-
-    Raises:
-        ConfigError: There is none.
-    """
+    """The folder of the run below `RUNS` that was started or resumed last, whatever its name, or `ConfigError`."""
     configs = sorted(RUNS.glob(f"*/{CONFIG}"), key=lambda config: (config.stat().st_mtime_ns, config.parent.name))
     if not configs:
         raise ConfigError(f"there is no run to resume below {RUNS}", where="--resume", instead="--resume FOLDER")
@@ -219,3 +262,9 @@ def _check_ranks(config: TrainConfig, placement: Placement) -> None:
         what = f"{ranks} ranks cannot share {config.batch_size} sequences evenly"
         instead = f"a multiple of {ranks}, such as {config.batch_size - rest + ranks}"
         raise ConfigError(what, where="--batch-size", instead=instead)
+
+
+def _count_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()

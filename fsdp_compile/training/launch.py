@@ -17,8 +17,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from fsdp_compile.comm.failures import end_by, end_quickly, explained
 from fsdp_compile.errors import RankFailedError
-from fsdp_compile.training.job import Job
-from fsdp_compile.training.placement import launcher_folder, restarts
+from fsdp_compile.training.job import Job, launcher_folder, restarts
 from fsdp_compile.training.trainer import train
 from fsdp_compile.training.world import join_world
 

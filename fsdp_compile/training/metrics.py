@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -18,31 +17,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.lower.progress import LOGGER as COMPILES
 
-LINE_EVERY_S = 10.0
-
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One line of metrics. None where nothing was measured at this step, or it was not finite.
+    """One line of metrics. None where nothing was measured at this step, or it was not finite."""
 
-    Attributes:
-        step: Steps done; 0 is before training.
-        loss: Mean over the global batch of this step, nats per byte.
-        held_out_loss: Mean over the held-out batches after this step, nats per byte.
-        grad_norm: Norm of all gradients together before clipping.
-        tokens_per_s: Over all ranks, training alone, since the record before.
-        time_s: Seconds since this process began the run or resumed it.
-        skipped_steps: Steps since then that updated nothing, because a loss or a gradient was not finite.
-    """
-
-    step: int
-    loss: float | None = None
-    held_out_loss: float | None = None
-    grad_norm: float | None = None
+    step: int  # done; 0 is before training
+    loss: float | None = None  # mean over the global batch of this step, nats per byte
+    held_out_loss: float | None = None  # mean over the held-out batches after this step, nats per byte
+    grad_norm: float | None = None  # of all gradients together before clipping
     lr: float | None = None
-    tokens_per_s: float | None = None
-    time_s: float
-    skipped_steps: int = 0
+    tokens_per_s: float | None = None  # over all ranks, training alone, since the record before
+    time_s: float  # since this process began the run or resumed it
+    skipped_steps: int = 0  # since then, where a loss or a gradient was not finite
 
 
 def append_record(path: Path, record: Record) -> None:
@@ -52,10 +39,9 @@ def append_record(path: Path, record: Record) -> None:
 
 
 def read_records(path: Path) -> list[Record]:
-    """All whole lines of a file, none where there is no file. A run that was killed may have cut off the last.
+    """All whole lines of a file, none where there is no file; `ConfigError` if one is no record.
 
-    Raises:
-        ConfigError: A line is no record.
+    A run that was killed may have cut off the last.
     """
     records = []
     lines = path.read_text(errors="replace").splitlines(keepends=True) if path.exists() else []
@@ -88,11 +74,8 @@ def summary(records: Sequence[Record], steps: int, time_s: float) -> str:
     ended = f"after {steps} steps, {time_s:.0f} s"
     if after is None:  # the last one that there is would be that of an earlier step
         return f"held-out loss {before:.3f} -> not finite {ended}"
-    bits = 1 / math.log(2)
-    return (
-        f"held-out loss {before:.3f} -> {after:.3f} nats per byte "
-        f"({before * bits:.2f} -> {after * bits:.2f} bits) {ended}"
-    )
+    bits = f"({before / math.log(2):.2f} -> {after / math.log(2):.2f} bits)"
+    return f"held-out loss {before:.3f} -> {after:.3f} nats per byte {bits} {ended}"
 
 
 class Display(logging.Handler):
@@ -106,7 +89,6 @@ class Display(logging.Handler):
         columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[what]}"), TimeRemainingColumn())
         self.bar = Progress(*columns, console=console, disable=console.quiet or not console.is_terminal)
         self._task = self.bar.add_task("training", total=steps, what="compiling")
-        self._last_s = time.monotonic()
 
     def say(self, text: str) -> None:
         """Show a line that stays."""
@@ -117,15 +99,13 @@ class Display(logging.Handler):
         self.bar.update(self._task, what=record.getMessage())
 
     def update(self, record: Record) -> None:
-        """Move the bar, or print a line at every held-out loss and at least every `LINE_EVERY_S` seconds."""
+        """Move the bar, or print a line."""
         found = {"loss": record.loss, "held-out": record.held_out_loss}
         parts = [f"{name} {value:.3f}" for name, value in found.items() if value is not None]
         if record.tokens_per_s is not None:
             parts.append(f"{record.tokens_per_s:,.0f} tokens/s")
         self.bar.update(self._task, completed=record.step, what="  ".join(parts))
-        is_due = record.held_out_loss is not None or time.monotonic() - self._last_s >= LINE_EVERY_S
-        if self.bar.disable and is_due:
-            self._last_s = time.monotonic()
+        if self.bar.disable:
             self.say("  ".join([f"step {record.step}", *parts]))
 
 

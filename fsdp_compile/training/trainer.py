@@ -6,6 +6,7 @@ import math
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from statistics import fmean
 
 import torch
 import torch.nn.functional as F
@@ -17,22 +18,13 @@ from fsdp_compile._torch.fully_shard import state_of
 from fsdp_compile.comm.groups import mesh_of_shape
 from fsdp_compile.errors import FSDPCompileError, RankMismatchError
 from fsdp_compile.sharding.fully_shard import fully_shard
+from fsdp_compile.training import metrics
 from fsdp_compile.training.checkpoint import SaveMode, Saves, load_checkpoint
 from fsdp_compile.training.config import MixedPrecision, OnNonFinite
 from fsdp_compile.training.data import Corpus, draw_batch, read_corpus
-from fsdp_compile.training.job import METRICS, Job, lock_run
-from fsdp_compile.training.metrics import (
-    Display,
-    Record,
-    append_record,
-    drop_records_after,
-    open_display,
-    plot_losses,
-    read_records,
-    summary,
-)
+from fsdp_compile.training.job import METRICS, Job, launcher_folder, lock_run
+from fsdp_compile.training.metrics import Display, Record
 from fsdp_compile.training.model import Llama, ModelShape, generate
-from fsdp_compile.training.placement import launcher_folder
 from fsdp_compile.training.world import World
 
 BETAS = (0.9, 0.95)
@@ -42,10 +34,8 @@ def train(job: Job, world: World) -> None:
     """Run a job; every rank calls this. Rank 0 shows and writes.
 
     Raises:
-        ConfigError: Another process trains in the run's folder.
-        RankMismatchError: A rank read other text than that which the run began with.
-        FSDPCompileError: A loss or a gradient is not finite.
-        CheckpointError: A checkpoint cannot be written.
+        FSDPCompileError: Another process trains in the folder, a rank read other text than that which the run began
+            with, a loss or a gradient is not finite, or a checkpoint cannot be written.
     """
     with ExitStack() as stack:
         if world.rank == 0:
@@ -55,18 +45,14 @@ def train(job: Job, world: World) -> None:
             if fingerprint != job.run.text_fingerprint:
                 what = f"rank {rank} read other text than that which the run began with"
                 raise RankMismatchError(what, where=f"--data ({corpus.source})", instead="the same files on every host")
-        display = stack.enter_context(open_display(job.run.options.steps, is_first=world.rank == 0))
+        display = stack.enter_context(metrics.open_display(job.run.options.steps, is_first=world.rank == 0))
         trainer = Trainer(job, corpus, world, display)
         stack.callback(trainer.saves.close)
         trainer.run()
 
 
 class Trainer:
-    """A model, its optimizer, its batches and its checkpoints on one rank. The corpus is the same on every rank.
-
-    Where the run has a checkpoint, parameters are sharded when this is constructed, as loading one needs, instead of at
-    the first call.
-    """
+    """A model, its optimizer, its batches and its checkpoints on one rank. The corpus is the same on every rank."""
 
     def __init__(self, job: Job, corpus: Corpus, world: World, display: Display) -> None:
         self.job = job
@@ -85,7 +71,7 @@ class Trainer:
         torch.manual_seed(options.seed)  # the same weights on every rank
         shape = ModelShape(width=options.width, layers=options.layers, heads=options.heads, seq_len=options.seq_len)
         self.model = Llama(shape).to(world.device)
-        # Contents are compared when it is loaded.
+        # Contents are compared when it is loaded, into parameters that are sharded now instead of at the first call.
         self.goes_on = world.gather(job.checkpoints.newest() is not None)[0]
         is_bf16 = options.mixed_precision is MixedPrecision.BF16
         if self.goes_on or is_bf16 or options.replicas > 1:
@@ -122,17 +108,11 @@ class Trainer:
         self._finish()
 
     def step(self, step: int) -> tuple[Tensor, Tensor]:
-        """Train on one batch; where the loss of a rank or a gradient is not finite, no rank updates anything.
-
-        Args:
-            step: Counted from 1; decides the batch and the learning rate.
+        """Train on the batch of a step, counted from 1; where a loss or a gradient is not finite, no rank updates.
 
         Returns:
             This rank's mean loss in nats per byte and the norm of all gradients before clipping: 0-d, on the device, so
             that reading them waits for the step to end.
-
-        Raises:
-            FSDPCompileError: It is not finite, and the run is not to skip the step.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = self.options.learning_rate_of(step)
@@ -155,7 +135,7 @@ class Trainer:
     def held_out_loss(self) -> float | None:
         """The mean loss over all ranks, in nats per byte, on batches of held-out text that never change."""
         losses = [self._loss(self.corpus.held_out, f"held-out {i}") for i in range(self.options.eval_batches)]
-        return _number(self.world.mean(torch.stack(losses).mean()))
+        return _number(fmean(self.world.gather(torch.stack(losses).mean().item())))
 
     def _loss(self, blocks: Tensor, key: str | int) -> Tensor:
         drawn = draw_batch(self.options, blocks, key, rank=self.world.rank, ranks=self.world.size)
@@ -179,7 +159,7 @@ class Trainer:
                 job.checkpoints.set_aside_after(done_steps)
             if done_steps or job.restart:
                 # A run that was killed may have recorded steps after its last checkpoint.
-                drop_records_after(job.folder / METRICS, done_steps or -1)
+                metrics.drop_records_after(job.folder / METRICS, done_steps or -1)
             replace(job.run, launcher=launcher_folder()).write(job.folder)
         if not done_steps:
             self._record(Record(step=0, held_out_loss=self.held_out_loss(), time_s=self._time_s()))
@@ -206,7 +186,7 @@ class Trainer:
         tokens = (step - from_step) * self.options.batch_size * self.options.seq_len
         record = Record(
             step=step,
-            loss=_number(self.world.mean(loss)),
+            loss=_number(fmean(self.world.gather(loss.item()))),
             grad_norm=_number(norm.item()),
             lr=self.options.learning_rate_of(step),
             tokens_per_s=tokens / (time.perf_counter() - from_s) if tokens else None,
@@ -219,7 +199,7 @@ class Trainer:
 
     def _record(self, record: Record) -> None:
         if self.world.rank == 0:
-            append_record(self.job.folder / METRICS, record)
+            metrics.append_record(self.job.folder / METRICS, record)
         self.display.update(record)
 
     def _finish(self) -> None:
@@ -233,12 +213,12 @@ class Trainer:
             sample = folder / "sample.txt"
             sample.write_text(text, encoding="utf-8")
             say(f"---- sample, {sample} ----\n{text}\n----")
-        records = read_records(folder / METRICS)
-        if plot_losses(records, plot := folder / "loss.png"):
+        records = metrics.read_records(folder / METRICS)
+        if metrics.plot_losses(records, plot := folder / "loss.png"):
             say(f"loss curve: {plot}")
         else:
             say("no loss curve without matplotlib: pip install 'fsdp-compile[plot]'")
-        say(summary(records, self.options.steps, self._time_s()))
+        say(metrics.summary(records, self.options.steps, self._time_s()))
 
     def _time_s(self) -> float:
         return round(time.perf_counter() - self.start_s, 3)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
 from fsdp_compile._torch.distributed import high_priority, store_of_this_start
-from fsdp_compile.training.placement import TIMEOUT_S, DeviceKind
+from fsdp_compile.training.job import TIMEOUT_S, DeviceKind
 
 T = TypeVar("T")
 
@@ -27,12 +27,6 @@ class World:
     rank: int
     size: int
     device: torch.device
-
-    def mean(self, value: Tensor) -> float:
-        """The mean over ranks of a 0-d tensor."""
-        total = value.detach().float().clone()
-        dist.all_reduce(total)
-        return total.item() / self.size
 
     def any(self, value: Tensor) -> bool:
         """Whether a 0-d tensor is true on any rank."""

@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d
 
 from fsdp_compile._torch.distributed import high_priority, new_group
 from fsdp_compile.comm import groups
-from fsdp_compile.training.placement import DeviceKind
+from fsdp_compile.training.job import DeviceKind
 from fsdp_compile.training.world import join_world
 from tests.fake_world import fake_world
 
