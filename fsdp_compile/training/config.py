@@ -51,7 +51,6 @@ class TrainConfig:
     final_ratio: float = option(0.1, "last rate as a share of the highest, along a cosine", at_least=0, at_most=1)
     weight_decay: float = option(0.1, "of AdamW, per step and unit of learning rate", at_least=0, at_most=1e6)
     clip_norm: float = option(1.0, "largest norm of all gradients together", above=0)
-    # Enum members by their text, which is immutable for ruff.
     mixed_precision: MixedPrecision = option("none", "bf16: gather and compute in bfloat16, reduce in float32")  # noqa: RUF009
     replicas: int = option(1, "copies of the model, each sharded over ranks / replicas ranks", at_least=1)
     on_nonfinite: OnNonFinite = option("stop", "a loss or gradient not finite: stop ends, skip goes on without update")  # noqa: RUF009
