@@ -6,7 +6,6 @@ import hashlib
 import os
 import random
 import sysconfig
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,11 +34,6 @@ class Corpus:
     source: str
     fingerprint: str
 
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of text that are used."""
-        return self.train.numel() + self.held_out.numel()
-
 
 def read_corpus(data: str | None, seq_len: int) -> Corpus:
     """Read a file, a folder, or, for None, the source text of Python's standard library.
@@ -49,16 +43,11 @@ def read_corpus(data: str | None, seq_len: int) -> Corpus:
     Raises:
         ConfigError: The path does not exist or cannot be read, or has too little text for sequences of `seq_len` bytes.
     """
-    path = Path(sysconfig.get_path("stdlib") if data is None else data)
     if data is None:
-        files = _files(path, ending=".py", skipped=_NO_TEXT_FOLDERS)
-    elif path.is_dir():
-        files = _files(path)
-    elif path.is_file():
-        files = [path]
-    else:
-        raise ConfigError(f"there is no file or folder {path}", where="--data")
-    return cut(b"".join(_contents(files)), seq_len, data or f"source of Python's standard library in {path}")
+        path = Path(sysconfig.get_path("stdlib"))
+        text = _read(path, ending=".py", skipped=_NO_TEXT_FOLDERS)
+        return cut(text, seq_len, f"source of Python's standard library in {path}")
+    return cut(_read(Path(data)), seq_len, data)
 
 
 def cut(text: bytes, seq_len: int, source: str) -> Corpus:
@@ -75,28 +64,6 @@ def cut(text: bytes, seq_len: int, source: str) -> Corpus:
     blocks = torch.frombuffer(bytearray(text[:usable]), dtype=torch.uint8).view(-1, block_bytes)
     held = torch.arange(len(blocks)) % HELD_OUT_EVERY == HELD_OUT_EVERY // 2
     return Corpus(blocks[~held], blocks[held], source, hashlib.sha256(text).hexdigest()[:16])
-
-
-def _files(folder: Path, *, ending: str = "", skipped: frozenset[str] = frozenset()) -> list[Path]:
-    """All files below a folder but hidden ones and those in skipped folders, sorted by relative path."""
-    found = []
-    for parent, folders, files in os.walk(folder):
-        folders[:] = [name for name in folders if name not in skipped and not name.startswith(".")]
-        found += [Path(parent, name) for name in files if name.endswith(ending) and not name.startswith(".")]
-    # A link to nowhere cannot be read, and a pipe could be read for ever.
-    found = [file for file in found if file.is_file()]
-    return sorted(found, key=lambda file: file.relative_to(folder).parts)
-
-
-def _contents(files: Iterable[Path]) -> Iterable[bytes]:
-    """The bytes of every file that is text: binary files contain zero bytes, text does not."""
-    for file in files:
-        try:
-            content = file.read_bytes()
-        except OSError as error:
-            raise ConfigError(f"cannot read text: {error.strerror}: {file}", where="--data") from error
-        if content and _FILE_END not in content:
-            yield content + _FILE_END
 
 
 def draw_batch(config: TrainConfig, blocks: Tensor, key: str | int, *, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
@@ -116,3 +83,22 @@ def draw_batch(config: TrainConfig, blocks: Tensor, key: str | int, *, rank: int
     mine = windows[rank * share : (rank + 1) * share]
     rows = torch.stack([blocks[block, start : start + config.seq_len + 1] for block, start in mine]).long()
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+def _read(path: Path, *, ending: str = "", skipped: frozenset[str] = frozenset()) -> bytes:
+    """A file, or all files below a folder but hidden and binary ones and those in skipped folders."""
+    if not path.exists():
+        raise ConfigError(f"there is no file or folder {path}", where="--data")
+    found = [path]
+    for parent, folders, files in os.walk(path):
+        folders[:] = [name for name in folders if name not in skipped and not name.startswith(".")]
+        found += [Path(parent, name) for name in files if name.endswith(ending) and not name.startswith(".")]
+    contents = []
+    for file in sorted(found, key=lambda file: file.relative_to(path).parts):
+        try:
+            # A folder and a link to nowhere cannot be read, and a pipe could be read for ever.
+            contents.append(file.read_bytes() if file.is_file() else b"")
+        except OSError as error:
+            raise ConfigError(f"cannot read text: {error.strerror}: {file}", where="--data") from error
+    # Binary files contain zero bytes, text does not.
+    return b"".join(content + _FILE_END for content in contents if content and _FILE_END not in content)
