@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -38,8 +41,9 @@ class SmallRun:
             for parameter in self.model.parameters():
                 parameter.fill_(step)
 
-    def save(self, step: int, *, keep: int = 2) -> tuple[str, ...]:
-        return self.saves(SaveMode.WAIT, keep=keep).save(step, self.model, self.optimizer)
+    def save(self, step: int, *, keep: int = 2, mode: SaveMode = SaveMode.WAIT) -> tuple[str, ...]:
+        saves = self.saves(mode, keep=keep)
+        return saves.save(step, self.model, self.optimizer) + saves.wait()
 
     def step_and_save(self, *steps: int, keep: int = 2) -> None:
         for step in steps:
@@ -48,6 +52,13 @@ class SmallRun:
 
     def saves(self, mode: SaveMode = SaveMode.BACKGROUND, *, keep: int = 2) -> Saves:
         return Saves(self.checkpoints, self.world, keep=keep, mode=mode)
+
+    def spoil(self) -> None:
+        """Let a weight of rank 1 be not a number."""
+        weight = self.model.weight
+        assert isinstance(weight, DTensor)
+        if self.world.rank == 1:
+            weight.to_local().data[-1, -1] = float("nan")
 
     def save_in_background(self, step: int, saves: Saves) -> None:
         """Begin a save, and overwrite what it saves, as the next step of training does."""
@@ -71,3 +82,30 @@ class SmallRun:
         weights = [weight.full_tensor() for weight in self.model.parameters() if isinstance(weight, DTensor)]
         counts = {float(state["step"]) for state in self.optimizer.state.values()}
         return set(torch.cat([weight.flatten() for weight in weights]).tolist()) | counts
+
+
+def names(folder: Path) -> list[str]:
+    """Of the files and folders in a folder."""
+    return sorted(path.name for path in folder.iterdir())
+
+
+def load(folder: Path) -> tuple[int, set[float], list[str]]:
+    """Steps of the checkpoint that a rank loads, the values that it has then, and why others were not loaded."""
+    run = SmallRun(folder)
+    step, skipped = run.load()
+    return step, run.seen(), skipped
+
+
+@contextmanager
+def full_disk(file: str) -> Iterator[None]:
+    """Whatever this process writes to a file of that name in an unfinished checkpoint finds no space."""
+    mkdir: Callable[..., None] = Path.mkdir
+
+    def fill(self: Path, **options: bool) -> None:
+        mkdir(self, **options)
+        if self.name == ".partial":
+            (self / file).symlink_to("/dev/full")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "mkdir", fill)
+        yield

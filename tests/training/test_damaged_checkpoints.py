@@ -20,7 +20,7 @@ from fsdp_compile.formats.complete import MARKER, FileDigest
 from fsdp_compile.formats.dcp_files import SafeReader
 from fsdp_compile.training.checkpoint_folder import CheckpointFolder
 from tests.ranks import run_ranks
-from tests.training.small_run import RUN, SmallRun
+from tests.training.small_run import RUN, SmallRun, load, names
 
 pytestmark = pytest.mark.core
 
@@ -201,12 +201,7 @@ def _save(folder: Path) -> None:
 
 
 def _load_all(folders: list[Path]) -> list[tuple[int, set[float], list[str]]]:
-    found = []
-    for folder in folders:
-        run = SmallRun(folder)
-        step, skipped = run.load()
-        found.append((step, run.seen(), skipped))
-    return found
+    return [load(folder) for folder in folders]
 
 
 def test_the_checkpoint_before_is_loaded_and_file_and_cause_are_named(written: Path, tmp_path: Path) -> None:
@@ -268,8 +263,8 @@ def test_a_damaged_checkpoint_gives_its_name_to_the_next(written: Path, tmp_path
     shutil.copytree(written, folder)
     _flip(folder / "step-000002" / SHARD)
     run_ranks(_load_and_save, folder)
-    assert sorted(path.name for path in folder.iterdir()) == ["step-000001", "step-000002", "step-000002.aside"]
-    assert run_ranks(_load_all, [folder]) == [[(2, {2.0}, [])]] * 2
+    assert names(folder) == ["step-000001", "step-000002", "step-000002.aside"]
+    assert run_ranks(load, folder) == [(2, {2.0}, [])] * 2
 
 
 def _load_and_save(folder: Path) -> Any:

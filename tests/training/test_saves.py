@@ -22,16 +22,7 @@ from fsdp_compile.formats.dcp_files import SafeReader
 from fsdp_compile.training.checkpoint import Saves
 from fsdp_compile.training.checkpoint_folder import CheckpointFolder
 from tests.ranks import run_ranks
-from tests.training.small_run import SmallRun
-
-
-def _names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
-
-
-def _load(folder: Path) -> tuple[int, set[float]]:
-    run = SmallRun(folder)
-    return run.load()[0], run.seen()
+from tests.training.small_run import SmallRun, full_disk, load, names
 
 
 def _files(checkpoint: Path) -> dict[str, Any]:
@@ -58,10 +49,10 @@ def _save_both_ways(folder: Path) -> None:
 def test_files_are_those_of_a_save_that_training_waits_for(ranks: int, tmp_path: Path) -> None:
     run_ranks(_save_both_ways, tmp_path, world_size=ranks)
     one, other = tmp_path / "waits", tmp_path / "goes on"
-    assert _names(one) == _names(other) == ["step-000002", "step-000003"]
-    for name in _names(one):
+    assert names(one) == names(other) == ["step-000002", "step-000003"]
+    for name in names(one):
         assert _files(one / name) == _files(other / name)
-    assert run_ranks(_load, other) == [(3, {3.0})] * 2
+    assert run_ranks(load, other) == [(3, {3.0}, [])] * 2
 
 
 @contextmanager
@@ -91,15 +82,15 @@ def _go_on_meanwhile(folder: Path) -> list[list[str]]:
             dist.all_reduce(total)
             assert total == 2 * number
             saves.poll()
-        seen.append(_names(folder) if folder.exists() else [])
+        seen.append(names(folder) if folder.exists() else [])
         run.step(2)
         # Rank 0 alone is held back; the second save of both begins when the first is complete.
         timer = threading.Timer(0.3, go_on.set)
         timer.start()
         run.save_in_background(2, saves)
-        seen.append([name for name in _names(folder) if name == "step-000001"])
+        seen.append([name for name in names(folder) if name == "step-000001"])
         saves.close()
-        seen.append(_names(folder))
+        seen.append(names(folder))
         saves.wait()
     return seen
 
@@ -107,19 +98,7 @@ def _go_on_meanwhile(folder: Path) -> list[list[str]]:
 def test_training_goes_on_meanwhile_and_the_next_save_waits(tmp_path: Path) -> None:
     checkpoints = ["step-000001", "step-000002"]
     assert run_ranks(_go_on_meanwhile, tmp_path / "run") == [[[], ["step-000001"], checkpoints]] * 2
-    assert run_ranks(_load, tmp_path / "run") == [(2, {2.0})] * 2
-
-
-def _fill_the_disk(patch: pytest.MonkeyPatch) -> None:
-    mkdir: Callable[..., None] = Path.mkdir
-
-    def fill(self: Path, **options: bool) -> None:
-        mkdir(self, **options)
-        shard = self / "__1_0.distcp"
-        if self.name == ".partial" and not shard.is_symlink():
-            shard.symlink_to("/dev/full")
-
-    patch.setattr(Path, "mkdir", fill)
+    assert run_ranks(load, tmp_path / "run") == [(2, {2.0}, [])] * 2
 
 
 def _fail_and_go_on(folder: Path) -> list[tuple[str, int]]:
@@ -127,8 +106,7 @@ def _fail_and_go_on(folder: Path) -> list[tuple[str, int]]:
     run = SmallRun(folder)
     saves = run.saves()
     run.step_and_save(1)
-    with pytest.MonkeyPatch.context() as patch:
-        _fill_the_disk(patch)
+    with full_disk("__1_0.distcp"):
         run.step(2)
         run.save_in_background(2, saves)
         raised = [_train_until_failure(saves)]
@@ -161,27 +139,8 @@ def test_a_failure_is_raised_in_the_same_step_on_all_ranks_and_the_old_checkpoin
     full = f"rank 1 cannot write a checkpoint: {tmp_path}/.partial/__1_0.distcp: {os.strerror(errno.ENOSPC)}"
     complete = f"\n  instead: go on from {tmp_path}/step-000001, which is complete"
     assert [message for message, _ in first] == [f"{full}\n  where: step {step}{complete}" for step in (2, 3)]
-    assert _names(tmp_path) == ["step-000001", "step-000005"]
-    assert run_ranks(_load, tmp_path) == [(5, {5.0})] * 2
-
-
-def _save_nan(folder: Path) -> tuple[str, list[str]]:
-    run = SmallRun(folder)
-    saves = run.saves()
-    run.step(1)
-    run.save_in_background(1, saves)
-    run.step(2)
-    if run.world.rank == 1:
-        run.model.weight.data.to_local()[-1, -1] = float("nan")  # type: ignore[attr-defined]
-    saves.save(2, run.model, run.optimizer)
-    with pytest.raises(CheckpointError) as caught:
-        saves.wait()
-    return caught.value.what, _names(folder)
-
-
-def test_what_is_not_finite_is_not_written(tmp_path: Path) -> None:
-    said = "model.weight has values on rank 1 that are not finite, so that no checkpoint is written"
-    assert run_ranks(_save_nan, tmp_path) == [(said, ["step-000001"])] * 2
+    assert names(tmp_path) == ["step-000001", "step-000005"]
+    assert run_ranks(load, tmp_path) == [(5, {5.0}, [])] * 2
 
 
 def _break_one_rank(folder: Path) -> str:
