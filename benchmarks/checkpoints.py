@@ -25,10 +25,10 @@ import fsdp_compile
 from benchmarks import models
 from benchmarks.command import Columns, finish, mib, ms, parser, quiet, table
 from benchmarks.models import LlamaSize
+from fsdp_compile.comm.world import World
 from fsdp_compile.parity.processes import Place, run_on_ranks
 from fsdp_compile.training.checkpoint import SaveMode, Saves
 from fsdp_compile.training.checkpoint_folder import CheckpointFolder
-from fsdp_compile.training.world import World
 
 _SIZE = LlamaSize(layers=6, width=512, hidden=1408, heads=8, key_heads=8, vocabulary=8192, batch=1, tokens=16)
 _TIMEOUT_S = 550

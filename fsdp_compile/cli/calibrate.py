@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fsdp_compile.comm.placement import TIMEOUT_S, DeviceKind, Placement
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.training.job import TIMEOUT_S, DeviceKind, Placement
 
 if TYPE_CHECKING:
     from fsdp_compile.cost.calibrated import Calibration
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     import torch
 
     from fsdp_compile.calibrate.run import calibrate, save
-    from fsdp_compile.training.world import join_world
+    from fsdp_compile.comm.world import join_world
 
     if placement.started_here is None:
         found = calibrate(torch.device(kind.value), arguments.seconds)

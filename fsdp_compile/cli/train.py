@@ -11,19 +11,11 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from fsdp_compile.comm.placement import TIMEOUT_S, DeviceKind, Placement, launcher_folder, restarts
 from fsdp_compile.errors import ConfigError, RankFailedError
 from fsdp_compile.training.checkpoint_folder import step_of
 from fsdp_compile.training.config import TrainConfig, flag
-from fsdp_compile.training.job import (
-    TIMEOUT_S,
-    DeviceKind,
-    Job,
-    Placement,
-    launcher_folder,
-    new_job,
-    restarts,
-    resumed_job,
-)
+from fsdp_compile.training.job import Job, new_job, resumed_job
 
 NAME = "train"
 ABOUT = "Train a small language model on real text over several processes, each holding its share of it."

@@ -26,12 +26,12 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from fsdp_compile._torch.distributed import timeout_of
+from fsdp_compile.comm.world import World
 from fsdp_compile.errors import CheckpointError, ConfigError
 from fsdp_compile.formats.complete import MARKER, FileDigest, check_contents
 from fsdp_compile.formats.dcp_files import NamingWriter, SafePlanner, SafeReader
 from fsdp_compile.formats.dcp_metadata import METADATA
 from fsdp_compile.training.checkpoint_folder import CheckpointFolder, step_of
-from fsdp_compile.training.world import World
 
 
 class SaveMode(Enum):

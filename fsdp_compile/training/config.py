@@ -112,14 +112,12 @@ def _check_bounds(each: Field[Any], value: Any) -> None:
     at_least, above, at_most = bounds = each.metadata["bounds"]
     if bounds == (-INF, -INF, INF):
         return
-    if isinstance(value, float) and not math.isfinite(value):
-        wanted = "a finite number"
-    elif value < at_least:
-        wanted = f"{at_least} or more"
-    elif value <= above:
-        wanted = f"a number above {above}"
-    elif value > at_most:
-        wanted = f"{at_most} or less"
-    else:
-        return
-    raise ConfigError(f"{value} is out of bounds", where=flag(each.name), instead=wanted)
+    wrong = {
+        "a finite number": not -INF < value < INF,  # NaN is not either
+        f"{at_least} or more": value < at_least,
+        f"a number above {above}": value <= above,
+        f"{at_most} or less": value > at_most,
+    }
+    for wanted, is_wrong in wrong.items():
+        if is_wrong:
+            raise ConfigError(f"{value} is out of bounds", where=flag(each.name), instead=wanted)

@@ -16,10 +16,11 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, r
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from fsdp_compile.comm.failures import end_by, end_quickly, explained
+from fsdp_compile.comm.placement import launcher_folder, restarts
+from fsdp_compile.comm.world import join_world
 from fsdp_compile.errors import RankFailedError
-from fsdp_compile.training.job import Job, launcher_folder, restarts
+from fsdp_compile.training.job import Job
 from fsdp_compile.training.trainer import train
-from fsdp_compile.training.world import join_world
 
 _SAY_ALL = ("FSDPCompileError", "CheckpointError", "ConfigError", "RankMismatchError", "UnsupportedModelError")
 """Errors of ours whose text says what to do: a traceback would show our own lines."""

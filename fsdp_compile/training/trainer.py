@@ -16,16 +16,17 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch.fully_shard import state_of
 from fsdp_compile.comm.groups import mesh_of_shape
+from fsdp_compile.comm.placement import launcher_folder
+from fsdp_compile.comm.world import World
 from fsdp_compile.errors import FSDPCompileError, RankMismatchError
 from fsdp_compile.sharding.fully_shard import fully_shard
 from fsdp_compile.training import metrics
 from fsdp_compile.training.checkpoint import SaveMode, Saves, load_checkpoint
 from fsdp_compile.training.config import MixedPrecision, OnNonFinite
 from fsdp_compile.training.data import Corpus, draw_batch, read_corpus
-from fsdp_compile.training.job import METRICS, Job, launcher_folder, lock_run
+from fsdp_compile.training.job import METRICS, Job, lock_run
 from fsdp_compile.training.metrics import Display, Record
 from fsdp_compile.training.model import Llama, ModelShape, generate
-from fsdp_compile.training.world import World
 
 BETAS = (0.9, 0.95)
 

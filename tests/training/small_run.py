@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import fully_shard
+from fsdp_compile.comm.world import World
 from fsdp_compile.training.checkpoint import SaveMode, Saves, load_checkpoint
 from fsdp_compile.training.checkpoint_folder import CheckpointFolder
-from fsdp_compile.training.world import World
 
 RUN = "this run"
 

@@ -13,25 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_compile.comm.placement import DeviceKind, Placement, launcher_folder
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.formats.complete import FileDigest
 from fsdp_compile.training.checkpoint_folder import Check, CheckpointFolder, step_of
 from fsdp_compile.training.config import TrainConfig
 from fsdp_compile.training.data import read_corpus
-from fsdp_compile.training.job import (
-    CHECKPOINTS,
-    CONFIG,
-    RUNS,
-    DeviceKind,
-    Job,
-    Placement,
-    Run,
-    launcher_folder,
-    lock_run,
-    new_job,
-    newest_folder,
-    resumed_job,
-)
+from fsdp_compile.training.job import CHECKPOINTS, CONFIG, RUNS, Job, Run, lock_run, new_job, newest_folder, resumed_job
 from tests.training.command import ROOT
 
 RUN = "this"

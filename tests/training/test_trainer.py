@@ -17,13 +17,14 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch.distributed import timeout_of
+from fsdp_compile.comm.placement import DeviceKind
+from fsdp_compile.comm.world import World
 from fsdp_compile.errors import ConfigError, FSDPCompileError, RankMismatchError
 from fsdp_compile.training.config import TrainConfig
 from fsdp_compile.training.data import read_corpus
-from fsdp_compile.training.job import DeviceKind, Job, Run, lock_run
+from fsdp_compile.training.job import Job, Run, lock_run
 from fsdp_compile.training.metrics import held_out_losses, open_display, read_records
 from fsdp_compile.training.trainer import Trainer, train
-from fsdp_compile.training.world import World
 from tests.ranks import run_ranks
 
 TINY = {"steps": 3, "batch_size": 4, "seq_len": 16, "width": 16, "layers": 1, "heads": 2, "log_every": 1}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
-from fsdp_compile._torch.distributed import high_priority, store_of_this_start
-from fsdp_compile.training.job import TIMEOUT_S, DeviceKind
+from fsdp_compile._torch.distributed import store_of_this_start
+from fsdp_compile.comm.groups import start_world
+from fsdp_compile.comm.placement import TIMEOUT_S, DeviceKind
 
 T = TypeVar("T")
 
@@ -42,25 +42,15 @@ class World:
 
 
 @contextmanager
-def join_world(
-    kind: DeviceKind, timeout_s: float = TIMEOUT_S, environment: Mapping[str, str] = os.environ
-) -> Iterator[World]:
+def join_world(kind: DeviceKind, timeout_s: float = TIMEOUT_S) -> Iterator[World]:
     """Join the process group that an elastic launcher's variables describe, and leave it when all went well.
 
     CPU joins through gloo, CUDA through NCCL with the GPU of this local rank; a rank waits `timeout_s` for others.
     """
     timeout = timedelta(seconds=timeout_s)
     store, rank, size = next(rendezvous("env://", timeout=timeout))
-    store = store_of_this_start(store, environment)  # or addresses of ranks that are gone would be read
-    group = {"timeout": timeout, "store": store, "rank": rank, "world_size": size}
-    device = torch.device("cpu")
-    if kind is DeviceKind.CUDA:
-        device = torch.device("cuda", int(environment["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        options = high_priority("nccl", timeout)
-        dist.init_process_group("nccl", device_id=device, pg_options=options, **group)
-    else:
-        dist.init_process_group("gloo", **group)
+    store = store_of_this_start(store)  # or addresses of ranks that are gone would be read
+    device = start_world(kind, timeout=timeout, store=store, rank=rank, world_size=size)
     yield World(rank=dist.get_rank(), size=dist.get_world_size(), device=device)
     # Not after an error: other ranks would report lost connections before this one has reported its error.
     dist.destroy_process_group()
