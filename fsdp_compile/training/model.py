@@ -104,8 +104,7 @@ class Llama(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=INIT_STD)
-        # The two projections of every layer that write to the residual stream start smaller, so
-        # that its variance does not grow with depth.
+        # What writes to the residual stream starts smaller, so that its variance does not grow with depth.
         for block in self.blocks:
             assert isinstance(block, Block)
             for linear in (block.attention.output, block.feed_forward.down):
