@@ -60,8 +60,8 @@ class SmallRun:
         if self.world.rank == 1:
             weight.to_local().data[-1, -1] = float("nan")
 
-    def save_in_background(self, step: int, saves: Saves) -> None:
-        """Begin a save, and overwrite what it saves, as the next step of training does."""
+    def save_and_overwrite(self, step: int, saves: Saves) -> None:
+        """Save, or begin to, and overwrite what is saved, as the next step of training does."""
         saves.save(step, self.model, self.optimizer)
         self.overwrite()
 

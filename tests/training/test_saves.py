@@ -41,7 +41,7 @@ def _save_both_ways(folder: Path) -> None:
     saves = run.saves()
     for step in (1, 2, 3):
         run.step(step)
-        run.save_in_background(step, saves)
+        run.save_and_overwrite(step, saves)
     saves.wait()
 
 
@@ -76,7 +76,7 @@ def _go_on_meanwhile(folder: Path) -> list[list[str]]:
     seen: list[list[str]] = []
     with _held_back() as go_on:
         run.step(1)
-        run.save_in_background(1, saves)
+        run.save_and_overwrite(1, saves)
         for number in range(50):  # collectives of training, while the other group waits for rank 0
             total = torch.tensor(number)
             dist.all_reduce(total)
@@ -87,7 +87,7 @@ def _go_on_meanwhile(folder: Path) -> list[list[str]]:
         # Rank 0 alone is held back; the second save of both begins when the first is complete.
         timer = threading.Timer(0.3, go_on.set)
         timer.start()
-        run.save_in_background(2, saves)
+        run.save_and_overwrite(2, saves)
         seen.append([name for name in names(folder) if name == "step-000001"])
         saves.close()
         seen.append(names(folder))
@@ -108,15 +108,15 @@ def _fail_and_go_on(folder: Path) -> list[tuple[str, int]]:
     run.step_and_save(1)
     with full_disk("__1_0.distcp"):
         run.step(2)
-        run.save_in_background(2, saves)
+        run.save_and_overwrite(2, saves)
         raised = [_train_until_failure(saves)]
         run.step(3)
-        run.save_in_background(3, saves)
+        run.save_and_overwrite(3, saves)
         with pytest.raises(CheckpointError) as caught:
-            run.save_in_background(4, saves)
+            run.save_and_overwrite(4, saves)
         raised.append((str(caught.value), 0))
     run.step(5)
-    run.save_in_background(5, saves)
+    run.save_and_overwrite(5, saves)
     saves.wait()
     return raised
 
