@@ -15,8 +15,8 @@ import pytest
 
 from fsdp_compile.comm.placement import DeviceKind, Placement, launcher_folder
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.formats.complete import FileDigest
-from fsdp_compile.training.checkpoint_folder import Check, CheckpointFolder, step_of
+from fsdp_compile.formats.complete import FileDigest, check_contents
+from fsdp_compile.training.checkpoint_folder import CheckpointFolder, step_of
 from fsdp_compile.training.config import TrainConfig
 from fsdp_compile.training.data import read_corpus
 from fsdp_compile.training.job import CHECKPOINTS, CONFIG, RUNS, Job, Run, lock_run, new_job, newest_folder, resumed_job
@@ -45,7 +45,7 @@ def run(tmp_path: Path) -> Path:
 
 def _done_steps(run: Path, **options: int) -> int:
     job = resumed_job(options, run, Placement(1), DeviceKind.CPU)
-    return step_of(job.checkpoints.newest(Check.CONTENTS))
+    return step_of(job.checkpoints.newest(check_contents))
 
 
 def _flip(run: Path, step: int) -> Path:
