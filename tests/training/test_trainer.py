@@ -8,6 +8,7 @@ import functools
 import io
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,8 @@ def _train(folder: Path, options: dict[str, Any], *, matplotlib: bool = True, sa
 def _shown(job: Job, world: World) -> str:
     """Run a job op by op; returns what this rank showed."""
     shown = io.StringIO()
+    of_first = world.gather(job.run.text_fingerprint)[0]
+    job = replace(job, run=replace(job.run, text_fingerprint=of_first))
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(shown):
         patch.setattr(torch, "compile", functools.partial(torch.compile, options={"lower": "eager"}))
         train(job, world)
@@ -162,6 +165,14 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def _interrupted(uninterrupted: Path, copy: Path) -> Path:
+    """A copy of a run's folder as it was after step 2."""
+    shutil.copytree(uninterrupted, copy)
+    for step in (3, 4):
+        shutil.rmtree(copy / "run" / "checkpoints" / f"step-00000{step}")
+    return copy
+
+
 @pytest.mark.parametrize(
     ("ranks", "replicas"),
     [
@@ -176,10 +187,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_resumed_run_goes_on_as_if_uninterrupted(
     ranks: int, replicas: int, uninterrupted: Path, tmp_path: Path
 ) -> None:
-    again = tmp_path / "again"
-    shutil.copytree(uninterrupted, again)
-    for step in (3, 4):
-        shutil.rmtree(again / "run" / "checkpoints" / f"step-00000{step}")
+    again = _interrupted(uninterrupted, tmp_path / "again")
     shown, *_ = run_ranks(_resume, again, RESUMED | {"replicas": replicas}, world_size=ranks)
     assert "resumed after step 2\n" in shown
     assert f"({replicas} replicas)" in shown if replicas > 1 else "replicas" not in shown
@@ -191,10 +199,7 @@ def test_a_resumed_run_goes_on_as_if_uninterrupted(
 
 @pytest.mark.long
 def test_a_resumed_run_has_the_weight_decay_that_it_is_given(uninterrupted: Path, tmp_path: Path) -> None:
-    again = tmp_path / "again"
-    shutil.copytree(uninterrupted, again)
-    for step in (3, 4):
-        shutil.rmtree(again / "run" / "checkpoints" / f"step-00000{step}")
+    again = _interrupted(uninterrupted, tmp_path / "again")
     run_ranks(_resume, again, RESUMED | {"weight_decay": 10.0})
     mine, before = _measured(again), _measured(uninterrupted)
     assert mine[:3] == before[:3]
