@@ -57,7 +57,8 @@ class Saves(NamingWriter):
         self._step = 0
         self._problems: tuple[str, ...] = ()
         self._running: concurrent.futures.Future[Metadata] | None = None
-        self._stager, self._group = None, None
+        self._stager: DefaultStager | None = None
+        self._group: dist.ProcessGroup | None = None
         if mode is SaveMode.BACKGROUND:
             on_gpu = world.device.type == "cuda"
             copy = {"use_pinned_memory": on_gpu, "use_non_blocking_copy": on_gpu}
