@@ -21,7 +21,6 @@ BENCHMARKS = (
     "chunked_loss",
     "accumulation",
     "checkpoints",
-    "save_planning",
     "long_run",
     "soak",
     "gpu.run_all",

@@ -13,12 +13,10 @@ import torch
 from torch._inductor import config as inductor_config
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.utils import fresh_cache
-from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 
 from fsdp_compile._torch.distributed import fake_store
 
 __all__ = [
-    "StorageInfo",
     "cache_folder",
     "fake_store",
     "forget_meshes",

@@ -25,11 +25,10 @@ import fsdp_compile
 from benchmarks import models
 from benchmarks.command import Columns, finish, mib, ms, parser, quiet, table
 from benchmarks.models import LlamaSize
+from fsdp_compile.comm.world import World
 from fsdp_compile.parity.processes import Place, run_on_ranks
-from fsdp_compile.training.checkpoint import save_checkpoint
+from fsdp_compile.training.checkpoint import SaveMode, Saves
 from fsdp_compile.training.checkpoint_folder import CheckpointFolder
-from fsdp_compile.training.saves import BackgroundSaves
-from fsdp_compile.training.world import World
 
 _SIZE = LlamaSize(layers=6, width=512, hidden=1408, heads=8, key_heads=8, vocabulary=8192, batch=1, tokens=16)
 _TIMEOUT_S = 550
@@ -103,7 +102,7 @@ def run_rank(saving: Saving) -> list[dict[str, Any]]:
 
 def _timed(save: Save, number: int, world: World) -> tuple[float, float]:
     """Seconds that training stands still, and until the checkpoint is complete: those of the slowest rank."""
-    world.barrier()
+    dist.barrier()
     start_s = time.perf_counter()
     wait = save(number)
     still_s = time.perf_counter() - start_s
@@ -125,22 +124,20 @@ def _contenders(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
         future: Any = dcp.async_save(state(), checkpoint_id=folder / "torch, async")
         return future.result
 
-    own = CheckpointFolder(folder / "own", "benchmark")
-    background = BackgroundSaves(CheckpointFolder(folder / "own, async", "benchmark"), world, keep=1)
+    def ours(name: str, mode: SaveMode) -> Save:
+        saves = Saves(CheckpointFolder(folder / name, "benchmark"), world, keep=1, mode=mode)
 
-    def ours(number: int) -> Callable[[], object]:
-        save_checkpoint(own, number, model, optimizer, world, keep=1)
-        return lambda: None
+        def save(number: int) -> Callable[[], object]:
+            saves.save(number, model, optimizer)
+            return saves.wait
 
-    def ours_async(number: int) -> Callable[[], object]:
-        background.save(number, model, optimizer)
-        return background.wait
+        return save
 
     return {
         "dcp.save": torchs,
-        "fsdp_compile": ours,
+        "fsdp_compile": ours("own", SaveMode.WAIT),
         "dcp.async_save": torchs_async,
-        "fsdp_compile --async-checkpoints": ours_async,
+        "fsdp_compile --async-checkpoints": ours("own, async", SaveMode.BACKGROUND),
     }
 
 

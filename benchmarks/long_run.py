@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from benchmarks.command import finish, parser
 from fsdp_compile.parity.processes import Place, run_on_ranks
-from fsdp_compile.training.config import Schedule, TrainConfig
-from fsdp_compile.training.data import Batches, read_corpus
+from fsdp_compile.training.config import TrainConfig
+from fsdp_compile.training.data import draw_batch, read_corpus
 from fsdp_compile.training.model import Llama, ModelShape
 from fsdp_compile.training.trainer import BETAS
 
@@ -142,14 +142,14 @@ def _train(
     Returns:
         This rank's loss of every step, float64 `[steps]`, nats per byte.
     """
-    corpus, schedule = read_corpus(config.data, config.seq_len), Schedule.of(config)
-    batches = Batches(seed=config.seed, batch_size=config.batch_size, seq_len=config.seq_len, rank=rank, ranks=ranks)
+    corpus = read_corpus(config.data, config.seq_len)
     optimizer = torch.optim.AdamW(model.parameters(), betas=BETAS, weight_decay=config.weight_decay)
     losses = []
     for step in range(1, config.steps + 1):
         for group in optimizer.param_groups:
-            group["lr"] = schedule(step)
-        tokens, targets = (order(half) for half in batches.draw(corpus.train, step))
+            group["lr"] = config.learning_rate_of(step)
+        drawn = draw_batch(config, corpus.train, step, rank=rank, ranks=ranks)
+        tokens, targets = (order(half) for half in drawn)
         optimizer.zero_grad()
         shares = []
         for part, wanted in zip(tokens.chunk(parts), targets.chunk(parts), strict=True):

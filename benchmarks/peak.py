@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
-
-from fsdp_compile.training.state_bytes import storage_bytes
 
 
 def measured_peak_bytes(model: nn.Module, inputs: object, step: Callable[[], None], device: str) -> int:
@@ -44,5 +43,15 @@ def measured_peak_bytes(model: nn.Module, inputs: object, step: Callable[[], Non
 
 def held_bytes(model: nn.Module, inputs: object) -> int:
     """Bytes that are there before a step."""
-    tensors = [t for t in torch.utils._pytree.tree_leaves(inputs) if isinstance(t, torch.Tensor)]
+    tensors = [t for t in torch.utils._pytree.tree_leaves(inputs) if isinstance(t, Tensor)]
     return storage_bytes([*model.parameters(), *model.buffers(), *tensors])
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the memory behind tensors on this rank; memory that several share counts once."""
+    sizes: dict[int, int] = {}
+    for tensor in tensors:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        storage = local.untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())

@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fsdp_compile.comm.placement import TIMEOUT_S, DeviceKind, Placement
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.training.placement import TIMEOUT_S, DeviceKind, Placement
 
 if TYPE_CHECKING:
     from fsdp_compile.cost.calibrated import Calibration
@@ -54,15 +54,14 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.out.is_dir():
         raise ConfigError(f"{arguments.out} is a folder", where="--out", instead=f"{arguments.out / 'hardware.json'}")
     placement = Placement.find(None)
-    alone = not placement.joins
-    kind = DeviceKind(arguments.device).resolve(1 if alone else placement.local_ranks)
+    kind = DeviceKind(arguments.device).resolve(placement.started_here or 1)
     # Whatever is refused above is refused without measuring.
     import torch
 
     from fsdp_compile.calibrate.run import calibrate, save
-    from fsdp_compile.training.world import join_world
+    from fsdp_compile.comm.world import join_world
 
-    if alone:
+    if placement.started_here is None:
         found = calibrate(torch.device(kind.value), arguments.seconds)
         save(found, arguments.out)
     else:
@@ -70,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
             found = calibrate(world.device, arguments.seconds)
             if os.environ.get("LOCAL_RANK", "0") == "0":
                 save(found, arguments.out)
-            if not world.is_first:
+            if world.rank != 0:
                 return 0
     print(_summary(found, arguments.out), end="")
     return 0

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import signal
 import sys
 from dataclasses import fields, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from fsdp_compile.comm.placement import TIMEOUT_S, DeviceKind, Placement, launcher_folder, restarts
 from fsdp_compile.errors import ConfigError, RankFailedError
 from fsdp_compile.training.checkpoint_folder import step_of
 from fsdp_compile.training.config import TrainConfig, flag
 from fsdp_compile.training.job import Job, new_job, resumed_job
-from fsdp_compile.training.placement import TIMEOUT_S, DeviceKind, Placement, launcher_folder, restarts
 
 NAME = "train"
 ABOUT = "Train a small language model on real text over several processes, each holding its share of it."
@@ -72,31 +73,37 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigError: An option has an impossible value.
     """
     placement = Placement.find(arguments.ranks)
-    _check_restarts(arguments.max_restarts, placement)
+    _check_start(arguments.max_restarts, arguments.timeout, placement)
     job = _job(arguments, placement)
-    from fsdp_compile.training.launch import Interrupted, join, launch
+    from torch.distributed.elastic.multiprocessing import SignalException
 
-    if placement.joins:
+    from fsdp_compile.training.launch import join, launch
+
+    if placement.started_here is not None:
         join(job)
         return 0
     try:
         launch(job, arguments.max_restarts)
-    except Interrupted as interrupted:
+    except (KeyboardInterrupt, SignalException) as interrupted:  # the former before torch's launcher hears signals
         from rich.console import Console
 
         Console().show_cursor()  # a rank that is killed cannot end its progress bar
         print(f"\ninterrupted; {_how_to_go_on(job)}", file=sys.stderr)
-        return 128 + interrupted.signal
+        return 128 + getattr(interrupted, "sigval", signal.SIGINT)
     except RankFailedError as error:
         print(error, file=sys.stderr)
         return 1
     return 0
 
 
-def _check_restarts(count: int, placement: Placement) -> None:
+def _check_start(count: int, timeout_s: float, placement: Placement) -> None:
+    shortest_s, longest_s = 1e-3, 1e8  # torch counts milliseconds, and its clocks overflow at some hundred years
+    if not shortest_s <= timeout_s <= longest_s:  # also not for NaN
+        instead = f"seconds, a number from {shortest_s:g} to {longest_s:g}"
+        raise ConfigError(f"{timeout_s:g} is out of bounds", where="--timeout", instead=instead)
     if count < 0:
         raise ConfigError(f"there cannot be {count} restarts", where="--max-restarts", instead="0 or more")
-    if count and placement.joins:
+    if count and placement.started_here is not None:
         raise ConfigError(
             "this process was started by a launcher, which restarts it",
             where="--max-restarts",
@@ -126,7 +133,7 @@ def _job(arguments: argparse.Namespace, placement: Placement) -> Job:
     options = {field.name: given[field.name] for field in fields(TrainConfig) if field.name in given}
     device = DeviceKind(arguments.device)
     if arguments.resume is None:
-        restarted_by = str(launcher_folder() or "") if restarts() else ""
+        restarted_by = launcher_folder() if restarts() else ""
         return replace(new_job(options, arguments.out, placement, device, restarted_by), timeout_s=arguments.timeout)
     if arguments.out is not None:
         raise ConfigError("a resumed run stays in its folder", where="--out", instead="--resume FOLDER alone")
@@ -138,6 +145,6 @@ def _how_to_go_on(job: Job) -> str:
     checkpoint = job.checkpoints.newest()
     if checkpoint is None:
         return "there is no checkpoint yet, start again"
-    if step_of(checkpoint) == job.config.steps:
-        return f"all steps were done, see {job.folder.path}"
-    return f"go on with: fsdp-compile train --resume {shlex.quote(str(job.folder.path))}"
+    if step_of(checkpoint) == job.run.options.steps:
+        return f"all steps were done, see {job.folder}"
+    return f"go on with: fsdp-compile train --resume {shlex.quote(str(job.folder))}"

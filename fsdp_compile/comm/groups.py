@@ -13,7 +13,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -246,27 +246,37 @@ def default_mesh(device_type: str) -> DeviceMesh:
         ConfigError: If there is neither a process group nor torchrun's environment.
     """
     if not dist.is_initialized():
-        _start_world(device_type)
+        missing = [name for name in _TORCHRUN_VARIABLES if name not in os.environ]
+        if missing:
+            raise ConfigError(
+                f"no process group is initialized, and torchrun's environment lacks {', '.join(missing)}",
+                where="os.environ",
+                instead="start the script with `torchrun --nproc-per-node N script.py`, or call "
+                "torch.distributed.init_process_group() before the first step",
+            )
+        start_world(device_type)
     # Without names, as FSDP2's: DTensors on meshes with other names do not mix.
     return init_device_mesh(device_type, (dist.get_world_size(),))
 
 
-def _start_world(device_type: str) -> None:
-    missing = [name for name in _TORCHRUN_VARIABLES if name not in os.environ]
-    if missing:
-        raise ConfigError(
-            f"no process group is initialized, and torchrun's environment lacks {', '.join(missing)}",
-            where="os.environ",
-            instead="start the script with `torchrun --nproc-per-node N script.py`, or call "
-            "torch.distributed.init_process_group() before the first step",
-        )
+def start_world(device_type: str, timeout: timedelta | None = None, **settings: Any) -> torch.device:
+    """Start the default process group, NCCL's for "cuda" or else gloo's; returns the device of this rank.
+
+    Args:
+        device_type: NCCL takes the GPU of this local rank.
+        timeout: How long collectives may take; torch's default if not given.
+        settings: More of `init_process_group`, instead of torchrun's environment.
+    """
+    if timeout is not None:
+        settings["timeout"] = timeout
     if device_type != "cuda":
-        dist.init_process_group("gloo")
-        return
+        dist.init_process_group("gloo", **settings)
+        return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     # Bound to the device: communicators are made now, and not by whichever collectives come first on each rank.
-    dist.init_process_group("nccl", device_id=device, pg_options=high_priority("nccl"))
+    dist.init_process_group("nccl", device_id=device, pg_options=high_priority("nccl", timeout), **settings)
+    return device
 
 
 def check_mesh(mesh: DeviceMesh) -> None:

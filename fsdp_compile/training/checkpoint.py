@@ -1,235 +1,233 @@
-"""Checkpoints of a run, through torch.distributed.checkpoint: each rank writes its own shards, and all are verified.
+"""Checkpoints of a run, through torch.distributed.checkpoint (DCP): each rank writes its own shards, all are verified.
 
-`checkpoint_folder.py` says what lies where. Here is what all ranks do together: a problem of one is raised on all.
+`checkpoint_folder.py` says what lies where. A problem of one rank is raised on all, as DCP does.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum, auto
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
+from torch.futures import Future
 
+from fsdp_compile._torch.distributed import timeout_of
+from fsdp_compile.comm.world import World
 from fsdp_compile.errors import CheckpointError, ConfigError
-from fsdp_compile.formats.dcp import METADATA, SafePlanner, SafeReader
+from fsdp_compile.formats.dcp import METADATA, NamingWriter, SafePlanner, SafeReader
 from fsdp_compile.formats.files import MARKER, FileDigest, check_contents
 from fsdp_compile.training.checkpoint_folder import CheckpointFolder, step_of
-from fsdp_compile.training.save_plan import OwnPlanner, PlannedWriter
-from fsdp_compile.training.world import World
-
-T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """What a run goes on from.
+class SaveMode(Enum):
+    """Whether training waits until a checkpoint is complete, or only until its copy is on the host."""
 
-    Attributes:
-        step: Steps that were done.
-        skipped: Why newer checkpoints were not loaded, one sentence each.
+    WAIT = auto()
+    BACKGROUND = auto()
+
+
+class Saves(NamingWriter):
+    """Writes the checkpoints of a run, one at a time, of which `keep` good ones stay. Every rank calls each method.
+
+    `save` to `wait` return, on rank 0, which older checkpoints cannot be removed and why, one sentence each. They raise
+    `CheckpointError` on all ranks if a value is not finite or a file cannot be written; checkpoints that were complete
+    are as they were. BACKGROUND needs as much host memory as this rank has parameters and optimizer state.
     """
 
-    step: int
-    skipped: tuple[str, ...]
+    def __init__(self, folder: CheckpointFolder, world: World, *, keep: int, mode: SaveMode) -> None:
+        super().__init__(folder.partial)
+        self._folder = folder
+        self._world = world
+        self._keep = keep
+        self._step = 0
+        self._problems: tuple[str, ...] = ()
+        self._running: concurrent.futures.Future[Metadata] | None = None
+        self._stager: DefaultStager | None = None
+        self._group: dist.ProcessGroup | None = None
+        if mode is SaveMode.BACKGROUND:
+            on_gpu = world.device.type == "cuda"
+            copy = {"use_pinned_memory": on_gpu, "use_non_blocking_copy": on_gpu}
+            self._stager = DefaultStager(StagingOptions(use_shared_memory=False, use_async_staging=False, **copy))
+            self.per_thread_copy_ahead = 0  # DCP's thread, which reads a copy on the host, needs no stream of a GPU
+            assert dist.group.WORLD is not None
+            # Of its own, so that collectives of DCP's thread and of training never mix. Torch would let it wait 30
+            # minutes, whatever the world has.
+            self._group = dist.new_group(backend="gloo", timeout=timeout_of(dist.group.WORLD))
 
+    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+        """Write a checkpoint of `step` done steps, or begin to, when the one before is complete.
 
-def save_checkpoint(
-    folder: CheckpointFolder,
-    step: int,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    world: World,
-    *,
-    keep: int,
-) -> tuple[str, ...]:
-    """Write a checkpoint; every rank calls this and writes its own shards.
+        The parameters are DTensors, and the optimizer has stepped at least once.
+        """
+        problems = self.wait()
+        self._step = step
+        how: Any = {"storage_writer": self, "planner": _FinitePlanner(), "process_group": self._group}
+        if self._stager is not None:
+            running: Any = dcp.async_save(_state(model, optimizer), async_stager=self._stager, **how)
+            self._running = running
+            return problems
+        with self._errors_named():
+            dcp.save(_state(model, optimizer), **how)
+        return self._problems
 
-    Args:
-        folder: Checkpoints of the run.
-        step: Steps done.
-        model: Its parameters are DTensors.
-        optimizer: Has stepped at least once.
-        world: This rank.
-        keep: How many good checkpoints of the run there may be; older ones are removed when this one is complete.
+    def poll(self) -> tuple[str, ...]:
+        """Say how the save in the background ended, if it has on all ranks; called between steps."""
+        is_running = self._running is not None and not self._running.done()
+        if self._running is None or self._world.any(torch.tensor(is_running, device=self._world.device)):
+            return ()
+        return self.wait()
 
-    Returns:
-        Which of these cannot be removed and why, one sentence each; the same on all ranks.
+    def wait(self) -> tuple[str, ...]:
+        """Wait until the checkpoint that is being written is complete."""
+        if self._running is None:
+            return ()
+        running, self._running = self._running, None
+        with self._errors_named():
+            running.result()
+        return self._problems
 
-    Raises:
-        CheckpointError: A value is not finite, or a file cannot be written; on all ranks. Checkpoints that were
-            complete are as they were.
-    """
-    return write_checkpoint(folder, step, finite_state(model, optimizer, step, world), world, keep=keep)
+    def close(self) -> None:
+        """Wait for the end of the save; also where training failed, and other ranks do not come."""
+        if self._running is not None:
+            concurrent.futures.wait([self._running])
 
+    @contextmanager
+    def _errors_named(self) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointException as error:
+            if self._world.rank == 0:
+                self._folder.abandon()
+            self._world.gather(None)  # the others wait: with the first rank that ends, a launcher ends all
+            newest = self._folder.newest()
+            instead = f"go on from {newest}, which is complete" if newest else None
+            what, where = _cause(error, "write a checkpoint"), f"step {self._step}"
+            raise CheckpointError(what, where=where, instead=instead) from None
 
-def finite_state(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, world: World) -> dict[str, Any]:
-    """What a checkpoint holds: nested dictionaries of DTensors, tensors and plain values, not copied.
+    # What DCP calls, in this order: the plans of all ranks meet on rank 0 before any rank writes.
 
-    Raises:
-        CheckpointError: A value is not finite; on all ranks.
-    """
-    state = _state(model, optimizer)
-    _refuse_non_finite(state, step, world)
-    return state
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Torch would write in what is left over from another save."""
+        return plan
 
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On rank 0: make room."""
+        self._folder.begin()
+        return super().prepare_global_plan(plans)
 
-def write_checkpoint(
-    folder: CheckpointFolder, step: int, state: dict[str, Any], world: World, *, keep: int
-) -> tuple[str, ...]:
-    """Write what `finite_state` gave, or a copy of it; as `save_checkpoint`, over the process group of `world`."""
-    try:
-        return _write(folder, step, state, world, keep)
-    except CheckpointError as error:
-        _on_first(world, folder.abandon)  # the others wait: with the first rank that ends, a launcher ends all
-        newest = _on_first(world, folder.newest)
-        instead = f"go on from {newest}, which is complete" if newest else None
-        raise CheckpointError(error.what, where=f"step {step}", instead=instead) from None
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
+        """Write this rank's file, and add its digest to what DCP is told."""
+        written = super().write_data(plan, planner).value()
+        names = {each.storage_data.relative_path for each in written}
+        made: Future[Any] = Future()
+        made.set_result((written, {name: FileDigest.of(self._folder.partial / name) for name in names}))
+        return made
+
+    def finish(self, metadata: Metadata, results: list[Any]) -> None:
+        """On rank 0, when the files of all ranks are on disk: complete the checkpoint."""
+        super().finish(metadata, [written for written, _ in results])
+        files = {name: digest for _, digests in results for name, digest in digests.items()}
+        files[METADATA] = FileDigest.of(self._folder.partial / METADATA)
+        self._problems = self._folder.finish(self._step, files, keep=self._keep)
 
 
 def load_checkpoint(
     folder: CheckpointFolder, model: nn.Module, optimizer: torch.optim.Optimizer, world: World
-) -> Loaded:
+) -> tuple[int, list[str]]:
     """Load the newest complete checkpoint into sharded parameters; every rank calls this.
 
     Parameters are written in place. The number of ranks may differ from that which wrote it. Nothing in a checkpoint
     is executed.
 
+    Returns:
+        Its steps, and why newer checkpoints were not loaded, one sentence each.
+
     Raises:
         ConfigError: There is no complete checkpoint.
     """
     skipped: list[str] = []
-    for checkpoint in world.from_first(folder.candidates()):
+    for checkpoint in world.gather(folder.candidates())[0]:
         try:
-            _load(_verified(folder, checkpoint, world), model, optimizer)
+            reader = _verified(folder, checkpoint, world)
+            state = _state(model, optimizer)
+            dcp.load(state, storage_reader=reader, planner=SafePlanner())
         except CheckpointError as error:
             skipped.append(error.what)
-            continue
-        return Loaded(step_of(checkpoint) or 0, tuple(skipped))
-    raise ConfigError(
-        "; ".join([f"there is no complete checkpoint in {folder.path}", *skipped]),
-        where="--resume",
-        instead="a new run",
-    )
-
-
-def _write(folder: CheckpointFolder, step: int, state: dict[str, Any], world: World, keep: int) -> tuple[str, ...]:
-    _on_first(world, folder.begin)
-    planner = OwnPlanner(world.rank, world.size)
-    writer = PlannedWriter(folder.partial, planner)
-    try:
-        dcp.save(state, storage_writer=writer, planner=planner, process_group=world.group)
-    except CheckpointException as error:
-        raise _cannot("write a checkpoint", error.failures) from None
-    shares = _on_all(world, lambda: _own_digests(folder.partial, world))
-    files = {name: digest for share in shares for name, digest in share.items()}
-    return _on_first(world, lambda: folder.finish(step, files, keep=keep))
+        except CheckpointException as error:
+            skipped.append(_cause(error, f"load {checkpoint}"))
+        else:
+            set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+            return step_of(checkpoint), skipped
+    what = "; ".join([f"there is no complete checkpoint in {folder.path}", *skipped])
+    raise ConfigError(what, where="--resume", instead="a new run")
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What a checkpoint holds: nested dictionaries of DTensors, tensors and plain values, not copied."""
     model_state, optimizer_state = get_state_dict(model, optimizer)
     return {"model": model_state, "optimizer": optimizer_state}
 
 
-def _refuse_non_finite(state: Mapping[str, Any], step: int, world: World) -> None:
-    broken = [name for name, value in _tensors(state) if not bool(torch.isfinite(value).all())]
-    for rank, names in enumerate(world.gather(broken[:1])):
-        if names:
-            raise CheckpointError(
-                f"{names[0]} has values on rank {rank} that are not finite, so that no checkpoint is written",
-                where=f"step {step}",
-                instead="a lower --learning-rate",
-            )
+class _FinitePlanner(DefaultSavePlanner):
+    """Refuses values that are not finite, before anything is written."""
 
-
-def _tensors(state: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """This rank's part of all tensors in nested dictionaries, by name."""
-    for key, value in state.items():
-        if isinstance(value, Mapping):
-            yield from _tensors(value, f"{prefix}{key}.")
-        elif isinstance(value, Tensor):
-            yield f"{prefix}{key}", value.to_local() if isinstance(value, DTensor) else value
-
-
-def _own_digests(folder: Path, world: World) -> dict[str, FileDigest]:
-    """Digests of the files that this rank has written."""
-    own = sorted(folder.glob(f"__{world.rank}_*"))
-    if world.is_first:
-        own.append(folder / METADATA)
-    return {path.name: FileDigest.of(path) for path in own}
+    def create_local_plan(self) -> SavePlan:
+        for name, value in self.state_dict.items():
+            local = value.to_local() if isinstance(value, DTensor) else value
+            if isinstance(local, Tensor) and not torch.isfinite(local).all():
+                where = f"{name} has values on rank {dist.get_rank()} that are not finite"
+                raise CheckpointError(f"{where}, so that no checkpoint is written")
+        return super().create_local_plan()
 
 
 def _verified(folder: CheckpointFolder, checkpoint: Path, world: World) -> SafeReader:
-    """A reader of a checkpoint whose files are what was written; every rank reads a part of them.
-
-    Raises:
-        CheckpointError: They are not; on all ranks.
-    """
+    """A reader of a checkpoint whose files are what was written, or `CheckpointError` on all ranks."""
     reader = SafeReader(checkpoint)
-
-    def check_contents_of_share() -> None:
-        files = folder.read_marker(checkpoint).files
-        for name in sorted(files)[world.rank :: world.size]:
-            check_contents(checkpoint / name, files[name])
-
-    def check_metadata() -> None:
-        files = folder.read_marker(checkpoint).files
-        if METADATA not in files:
-            raise CheckpointError(f"{checkpoint / MARKER} is damaged: it does not name {METADATA}")
-        try:
-            named = {info.relative_path for info in reader.read_metadata().storage_data.values()}
-        except (OSError, pickle.UnpicklingError) as error:
-            raise CheckpointError(f"cannot read {checkpoint / METADATA}: {_text(error)}") from None
-        if left := named - files.keys():
-            raise CheckpointError(f"{checkpoint / METADATA} refers to {min(left)}, which is no part of the checkpoint")
-
-    _on_all(world, check_contents_of_share)
-    _on_all(world, check_metadata)
+    problem = None
+    try:
+        _check_share(folder, reader, world)
+    except CheckpointError as error:
+        problem = error.what
+    except (OSError, pickle.UnpicklingError) as error:
+        problem = f"cannot read {checkpoint / METADATA}: {_text(error)}"
+    for found in world.gather(problem):
+        if found is not None:
+            raise CheckpointError(found)
     return reader
 
 
-def _load(reader: SafeReader, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    state = _state(model, optimizer)
-    try:
-        dcp.load(state, storage_reader=reader, planner=SafePlanner())
-    except CheckpointException as error:
-        raise _cannot(f"load {reader.path}", error.failures) from None
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+def _check_share(folder: CheckpointFolder, reader: SafeReader, world: World) -> None:
+    """Compare with what was written: the metadata, on every rank, and this rank's share of the other files."""
+    checkpoint = Path(reader.path)
+    files = folder.read_marker(checkpoint).files
+    if METADATA not in files:
+        raise CheckpointError(f"{checkpoint / MARKER} is damaged: it does not name {METADATA}")
+    for name in sorted({METADATA, *sorted(files)[world.rank :: world.size]}):
+        check_contents(checkpoint / name, files[name])
+    named = {info.relative_path for info in reader.read_metadata().storage_data.values()}
+    if left := named - files.keys():
+        raise CheckpointError(f"{checkpoint / METADATA} refers to {min(left)}, which is no part of the checkpoint")
 
 
-def _on_all(world: World, call: Callable[[], T]) -> list[T]:
-    """Call something on every rank; where it cannot write a file on one of them, or finds a problem, all raise."""
-    outcome: tuple[T, None] | tuple[None, str]
-    try:
-        outcome = call(), None
-    except CheckpointError as error:
-        outcome = None, error.what
-    except OSError as error:
-        outcome = None, f"rank {world.rank} cannot write a checkpoint: {_text(error)}"
-    outcomes = world.gather(outcome)
-    for _, problem in outcomes:
-        if problem is not None:
-            raise CheckpointError(problem)
-    return [value for value, _ in outcomes]  # type: ignore[misc]
-
-
-def _on_first(world: World, call: Callable[[], T]) -> T:
-    """Call something on rank 0, while the others wait; what it returns or raises is the same on all."""
-    first, *_ = _on_all(world, lambda: call() if world.is_first else None)
-    return cast(T, first)
-
-
-def _cannot(what: str, failures: Mapping[int, Sequence[Any]]) -> CheckpointError:
-    """The same error on all ranks; `failures` has the exception of each rank that had one first in its sequence."""
-    rank = min(failures)
-    return CheckpointError(f"rank {rank} cannot {what}: {_text(failures[rank][0])}")
+def _cause(error: CheckpointException, what: str) -> str:
+    """What went wrong on the first rank on which something did; the same on all ranks."""
+    rank = min(error.failures)
+    cause, _ = error.failures[rank]
+    return cause.what if isinstance(cause, CheckpointError) else f"rank {rank} cannot {what}: {_text(cause)}"
 
 
 def _text(error: BaseException) -> str:

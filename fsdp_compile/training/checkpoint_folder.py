@@ -15,40 +15,26 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from enum import Enum, auto
 from pathlib import Path
 
 from fsdp_compile.errors import CheckpointError
-from fsdp_compile.formats.files import MARKER, FileDigest, Marker, check_contents, check_size, read_marker
+from fsdp_compile.formats.files import MARKER, FileDigest, Marker, check_size, read_marker
 
 _NAME = re.compile(r"step-([0-9]{6}|[1-9][0-9]{6,})")  # as `finish` writes them: a copy may have more zeros
-_PARTIAL = ".partial"
 _DISCARDED = ".discarded-"
 
 
-class Check(Enum):
-    """How much of a checkpoint is compared with what was written."""
-
-    SIZES = auto()  # takes no time
-    CONTENTS = auto()  # reads everything
-
-
-def step_of(checkpoint: Path) -> int | None:
-    """The number of steps in a checkpoint's name, None where it is another name."""
-    match = _NAME.fullmatch(checkpoint.name)
-    return int(match[1]) if match else None
+def step_of(checkpoint: Path | None) -> int:
+    """The number of steps in a checkpoint's name; 0 where there is none, or it is another name."""
+    match = _NAME.fullmatch(checkpoint.name) if checkpoint is not None else None
+    return int(match[1]) if match else 0
 
 
 @dataclass(frozen=True)
 class CheckpointFolder:
-    """The checkpoints of a run. All methods are called on one rank, unless they only read.
-
-    Attributes:
-        path: All hosts must see the same folder.
-        run: What tells the run from others.
-    """
+    """The checkpoints of a run, in a folder that all hosts see. Methods that write are called on one rank."""
 
     path: Path
     run: str
@@ -56,33 +42,29 @@ class CheckpointFolder:
     @property
     def partial(self) -> Path:
         """Where a checkpoint is written."""
-        return self.path / _PARTIAL
+        return self.path / ".partial"
 
     def candidates(self) -> list[Path]:
         """Folders that are named like checkpoints, most steps first."""
-        found = [path for path in self.path.glob("step-*") if step_of(path) is not None and _is_folder(path)]
-        return sorted(found, key=lambda path: step_of(path) or 0, reverse=True)
+        found = [path for path in self.path.glob("step-*") if _NAME.fullmatch(path.name)]
+        # Unlike `Path.is_dir`, it is false of a link into a folder that this user may not see.
+        return sorted(filter(os.path.isdir, found), key=step_of, reverse=True)
 
-    def newest(self, check: Check = Check.SIZES) -> Path | None:
+    def newest(self, check: Callable[[Path, FileDigest], None] = check_size) -> Path | None:
         """The checkpoint of the most steps that has no problem, if there is one."""
         return next((path for path in self.candidates() if self.problem_with(path, check) is None), None)
 
-    def problem_with(self, checkpoint: Path, check: Check = Check.SIZES) -> str | None:
-        """What is wrong with a checkpoint, None for nothing."""
-        compare = check_size if check is Check.SIZES else check_contents
+    def problem_with(self, checkpoint: Path, check: Callable[[Path, FileDigest], None] = check_size) -> str | None:
+        """What is wrong with a checkpoint, None for nothing; `check_contents` reads all of it."""
         try:
             for name, digest in self.read_marker(checkpoint).files.items():
-                compare(checkpoint / name, digest)
+                check(checkpoint / name, digest)
         except CheckpointError as error:
             return error.what
         return None
 
     def read_marker(self, checkpoint: Path) -> Marker:
-        """What `complete.json` says.
-
-        Raises:
-            CheckpointError: It is missing or damaged, or the checkpoint is another run's or was renamed.
-        """
+        """What `complete.json` says; `CheckpointError` if it is damaged, or the checkpoint another run's or renamed."""
         marker = read_marker(checkpoint)
         if marker.run != self.run:
             raise CheckpointError(f"{checkpoint} is a checkpoint of another run")
@@ -101,40 +83,30 @@ class CheckpointFolder:
         self.partial.mkdir(parents=True)
 
     def finish(self, step: int, files: Mapping[str, FileDigest], *, keep: int) -> tuple[str, ...]:
-        """Complete what was written, then remove older checkpoints of the run but the newest `keep` in all.
+        """Complete what was written, then remove older checkpoints of the run but the newest `keep` good ones in all.
 
         Returns:
             Which of them cannot be removed and why, one sentence each.
         """
-        _write(self.partial / MARKER, json.dumps(asdict(Marker(self.run, step, files)), indent=1))
+        marker = self.partial / MARKER
+        try:
+            marker.write_text(json.dumps(asdict(Marker(self.run, step, files)), indent=1))
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(marker)) from None  # a failed write names no file
+        _sync(marker)
         _sync(self.partial)
         complete = self.path / f"step-{step:06d}"
         if self._is_own(complete):
             shutil.rmtree(_renamed(complete, f"{_DISCARDED}{complete.name}"), ignore_errors=True)
         elif os.path.lexists(complete):
-            _set_aside(complete)
+            _renamed(complete, f"{complete.name}.aside")
         # A rename is atomic: all of the new folder is there, or nothing.
         self.partial.rename(complete)
         _sync(self.path)
         # Only now, so that there is a complete checkpoint at any time.
-        return self._remove_older(step, keep)
-
-    def abandon(self) -> None:
-        """Remove what was written of a checkpoint that cannot be completed, so that a full disk has room."""
-        shutil.rmtree(self.partial, ignore_errors=True)
-
-    def set_aside_after(self, step: int) -> None:
-        """Rename the run's own checkpoints of later steps: they are damaged, or the run would go on from them."""
+        problems, good = [], 0
         for path in self.candidates():
-            if (step_of(path) or 0) > step and self._is_own(path):
-                _set_aside(path)
-
-    def _remove_older(self, step: int, keep: int) -> tuple[str, ...]:
-        """Remove the run's own checkpoints of up to `step` steps that are older than the newest `keep` good ones."""
-        problems = []
-        good = 0
-        for path in self.candidates():
-            if (step_of(path) or 0) > step or not self._is_own(path):
+            if step_of(path) > step or not self._is_own(path):
                 continue
             if good == keep:
                 try:
@@ -146,6 +118,16 @@ class CheckpointFolder:
                 good += 1
         return tuple(problems)
 
+    def abandon(self) -> None:
+        """Remove what was written of a checkpoint that cannot be completed, so that a full disk has room."""
+        shutil.rmtree(self.partial, ignore_errors=True)
+
+    def set_aside_after(self, step: int) -> None:
+        """Rename the run's own checkpoints of later steps: they are damaged, or the run would go on from them."""
+        for path in self.candidates():
+            if step_of(path) > step and self._is_own(path):
+                _renamed(path, f"{path.name}.aside")
+
     def _is_own(self, checkpoint: Path) -> bool:
         """Whether the run wrote a checkpoint, and all that is in it."""
         try:
@@ -155,34 +137,13 @@ class CheckpointFolder:
             return False
 
 
-def _is_folder(path: Path) -> bool:
-    try:
-        return path.is_dir()
-    except OSError:  # it may not be seen
-        return False
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        with path.open("w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None  # a failed write names no file
-
-
-def _sync(folder: Path) -> None:
-    """Wait until the names of a folder's files are on disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Wait until a file, or the names of a folder's files, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _set_aside(path: Path) -> None:
-    _renamed(path, f"{path.name}.aside")
 
 
 def _renamed(path: Path, name: str) -> Path:

@@ -7,43 +7,23 @@ import logging
 import os
 import signal
 import tempfile
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from fsdp_compile.comm.failures import end_by, end_quickly, explained
-from fsdp_compile.errors import (
-    CheckpointError,
-    ConfigError,
-    FSDPCompileError,
-    RankFailedError,
-    RankMismatchError,
-    UnsupportedModelError,
-)
+from fsdp_compile.comm.placement import launcher_folder, restarts
+from fsdp_compile.comm.world import join_world
+from fsdp_compile.errors import RankFailedError
 from fsdp_compile.training.job import Job
-from fsdp_compile.training.loop import train
-from fsdp_compile.training.placement import launcher_folder, restarts
-from fsdp_compile.training.world import join_world
+from fsdp_compile.training.trainer import train
 
-_SAY_ALL = {
-    each.__name__ for each in (FSDPCompileError, CheckpointError, ConfigError, RankMismatchError, UnsupportedModelError)
-}
+_SAY_ALL = ("FSDPCompileError", "CheckpointError", "ConfigError", "RankMismatchError", "UnsupportedModelError")
 """Errors of ours whose text says what to do: a traceback would show our own lines."""
-
-
-class Interrupted(Exception):  # noqa: N818 (it is not an error)
-    """A signal ended the run; no rank is left."""
-
-    def __init__(self, by: signal.Signals) -> None:
-        self.signal = by
-        super().__init__(by.name)
 
 
 def launch(job: Job, max_restarts: int = 0) -> None:
@@ -53,35 +33,34 @@ def launch(job: Job, max_restarts: int = 0) -> None:
 
     Raises:
         RankFailedError: A rank failed.
-        Interrupted: This process got SIGINT, SIGTERM, SIGHUP or SIGQUIT and has ended all ranks.
+        SignalException, KeyboardInterrupt: This process got a signal and has ended all ranks.
     """
     # Set before ranks import torch, which reads it once.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // job.ranks)))
     # Semaphores of a rank that is ended are freed by Python's resource tracker, a process that would warn about them.
     quiet = (os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker:UserWarning")
     os.environ["PYTHONWARNINGS"] = ",".join(filter(None, quiet))
-    with tempfile.TemporaryDirectory(prefix="fsdp-compile-") as reports, _silent_launcher():
+    # Torch's launcher logs signals that it forwards and failures that it raises: both are shown here, once.
+    logged = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    with tempfile.TemporaryDirectory(prefix="fsdp-compile-") as reports:
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=job.ranks,
-            run_id=uuid.uuid4().hex,
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
             local_addr="localhost",
             max_restarts=max_restarts,
-            start_method="spawn",
             logs_specs=DefaultLogsSpecs(log_dir=reports),
         )
         try:
             elastic_launch(config, _run_rank)(job)
-        except KeyboardInterrupt:  # before the launcher listens to signals
-            raise Interrupted(signal.SIGINT) from None
-        except SignalException as error:
-            raise Interrupted(error.sigval) from None
         except ChildFailedError as error:
             end_quickly()
             raise RankFailedError(_root_cause(error, Path(reports))) from None
+        finally:
+            logging.disable(logged)
 
 
 def join(job: Job) -> None:
@@ -98,32 +77,18 @@ def _run_rank(job: Job) -> None:
     with join_world(job.device, job.timeout_s) as world:
         try:
             with explained("in training"):
-                train(world.from_first(_restarted(job)), world)
+                train(world.gather(replace(job, restart=_restart()))[0], world)
         except Exception as error:
             end_by(error)  # torch's launcher catches it
             raise
 
 
-def _restarted(job: Job) -> Job:
-    """The job, or what is left of it where the launcher has started the ranks again."""
-    count = restarts()
-    if not count:
-        return job
-    folder = launcher_folder()
-    report = None if folder is None else _first_report(folder / f"attempt_{count - 1}")
-    why = "" if report is None else f" after rank {report.rank} failed: {report.message['message']}"
-    return job.restarted(f"{count} of {os.environ['TORCHELASTIC_MAX_RESTARTS']}{why}")
-
-
-@contextmanager
-def _silent_launcher() -> Iterator[None]:
-    """Torch's launcher logs signals that it forwards and failures that it raises; we show both, once."""
-    before = logging.root.manager.disable
-    logging.disable(logging.ERROR)
-    try:
-        yield
-    finally:
-        logging.disable(before)
+def _restart() -> str:
+    """Which start of how many this is, and why, where the launcher has started the ranks again; else ""."""
+    count, folder = restarts(), launcher_folder()
+    report = _first_report(Path(folder) / f"attempt_{count - 1}") if count and folder else None
+    why = f" after rank {report[0]} failed: {report[1]['message']}" if report else ""
+    return f"{count} of {os.environ['TORCHELASTIC_MAX_RESTARTS']}{why}" if count else ""
 
 
 def _root_cause(error: ChildFailedError, reports: Path) -> str:
@@ -135,11 +100,10 @@ def _root_cause(error: ChildFailedError, reports: Path) -> str:
     rank, failure = killed[0] if killed else error.get_first_failure()
     if failure.exitcode < 0:
         return f"rank {rank} was ended by {failure.signal_name()}, the other ranks with it"
-    last = max(reports.rglob("attempt_*"), key=lambda attempt: int(attempt.name.rpartition("_")[2]))
-    report = _first_report(last)
+    report = _first_report(max(reports.rglob("attempt_*"), key=lambda path: int(path.name.removeprefix("attempt_"))))
     if report is None:
         return f"rank {rank} ended with exit code {failure.exitcode}, the other ranks with it"
-    rank, message = report.rank, report.message
+    rank, message = report
     name, _, text = message["message"].partition(": ")
     if name == RankFailedError.__name__:  # which names the rank that failed first
         return f"{text}\n(as rank {rank} found; all ranks were ended)"
@@ -148,19 +112,11 @@ def _root_cause(error: ChildFailedError, reports: Path) -> str:
     return f"rank {rank} failed, the other ranks were ended:\n{message['extraInfo']['py_callstack']}"
 
 
-@dataclass(frozen=True)
-class _Report:
-    """What a rank that failed has left: torch's `message` and `extraInfo`."""
-
-    rank: int
-    message: dict[str, Any]
-
-
-def _first_report(attempt: Path) -> _Report | None:
-    """The report of the rank that failed first, of all ranks of this host that were started together."""
+def _first_report(attempt: Path) -> tuple[int, dict[str, Any]] | None:
+    """The rank that failed first, of those of this host that were started together, and torch's report of it."""
     # The launcher names the first rank that it found dead, which may be one that lost its connection to the failed
     # rank. A rank writes its report before it closes its connections, so the oldest report is the cause.
     written = sorted(attempt.rglob("error.json"), key=lambda report: report.stat().st_mtime_ns)
     if not written:
         return None
-    return _Report(int(written[0].parent.name), json.loads(written[0].read_text())["message"])
+    return int(written[0].parent.name), json.loads(written[0].read_text())["message"]

@@ -11,36 +11,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fsdp_compile.training.config import TrainConfig
+
 VOCABULARY = 256
 """One token per byte value."""
 ROTARY_BASE = 10_000.0
 INIT_STD = 0.02
+SMALLEST_TEMPERATURE = 1e-6
+"""Below it the likeliest byte is taken: logits divided by it would not stay numbers of float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """The sizes that decide every parameter of a `Llama`.
-
-    Attributes:
-        width: Features per position, D.
-        heads: Attention heads, H; the features of one head, D / H, must be even.
-        seq_len: Longest sequence in tokens.
-    """
+    """The sizes that decide every parameter of a `Llama`; `width / heads` is even, `seq_len` the longest sequence."""
 
     width: int
     layers: int
     heads: int
     seq_len: int
-
-    @property
-    def head_width(self) -> int:
-        """Features of one attention head."""
-        return self.width // self.heads
-
-    @property
-    def hidden_width(self) -> int:
-        """Inner features of the feed-forward: 8/3 of the width, as a multiple of 32."""
-        return -(-self.width * 8 // (3 * 32)) * 32
 
 
 class Attention(nn.Module):
@@ -72,9 +60,10 @@ class SwiGLU(nn.Module):
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.gate = nn.Linear(shape.width, shape.hidden_width, bias=False)
-        self.up = nn.Linear(shape.width, shape.hidden_width, bias=False)
-        self.down = nn.Linear(shape.hidden_width, shape.width, bias=False)
+        hidden = -(-shape.width * 8 // (3 * 32)) * 32  # 8/3 of the width, as a multiple of 32
+        self.gate = nn.Linear(shape.width, hidden, bias=False)
+        self.up = nn.Linear(shape.width, hidden, bias=False)
+        self.down = nn.Linear(hidden, shape.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Applies the feed-forward to every position by itself."""
@@ -109,12 +98,13 @@ class Llama(nn.Module):
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.width, eps=1e-5)
         self.head = nn.Linear(shape.width, VOCABULARY, bias=False)
-        cos, sin = rotary_table(shape.seq_len, shape.head_width)
+        cos, sin = rotary_table(shape.seq_len, shape.width // shape.heads)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
-        self.apply(_init)
-        # The two projections of every layer that write to the residual stream start smaller, so
-        # that its variance does not grow with depth.
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=INIT_STD)
+        # What writes to the residual stream starts smaller, so that its variance does not grow with depth.
         for block in self.blocks:
             assert isinstance(block, Block)
             for linear in (block.attention.output, block.feed_forward.down):
@@ -144,47 +134,28 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos + turned * sin).type_as(x)
 
 
-def _init(module: nn.Module) -> None:
-    if isinstance(module, nn.Linear | nn.Embedding):
-        nn.init.normal_(module.weight, std=INIT_STD)
-
-
 @torch.no_grad()
-def generate(
-    model: nn.Module,
-    prompt: str,
-    *,
-    size_bytes: int,
-    seq_len: int,
-    temperature: float,
-    seed: int,
-    device: torch.device,
-) -> str:
-    """Continue a prompt byte by byte; every rank calls this, since each byte gathers the parameters.
+def generate(model: nn.Module, config: TrainConfig, device: torch.device) -> str:
+    """Continue `config.prompt` byte by byte; every rank calls this, since each byte gathers the parameters.
 
     Args:
-        model: Tokens (1, T) int64 to logits (1, T, 256), not compiled: each length of the growing text would be another
-            shape to compile for.
-        prompt: Text to continue, not empty.
-        size_bytes: Bytes to add.
-        seq_len: Bytes of context that the model takes.
-        temperature: Divides the logits; 0 takes the likeliest byte.
-        seed: Of sampling, the same on every rank.
+        model: Tokens (1, T) int64 to logits (1, T, 256), not compiled: each length of the text would be another shape.
+        config: `sample_bytes` are added, of `seq_len` bytes of context; `seed` decides them, unless `temperature` is 0.
         device: Of the model.
 
     Returns:
         The prompt and what follows it, up to where a logit is not finite; bytes that are not UTF-8 become U+FFFD.
     """
-    dice = torch.Generator().manual_seed(seed)
-    text = list(prompt.encode(errors="surrogateescape"))  # recovers bytes of the command line that are not UTF-8
-    for _ in range(size_bytes):
-        context = torch.tensor([text[-seq_len:]], device=device)
+    dice = torch.Generator().manual_seed(config.seed)
+    text = list(config.prompt.encode(errors="surrogateescape"))  # recovers bytes of a command line that are not UTF-8
+    for _ in range(config.sample_bytes):
+        context = torch.tensor([text[-config.seq_len :]], device=device)
         logits = model(context)[0, -1].float().cpu()
         if not logits.isfinite().all():
             break
-        if temperature == 0:
+        if config.temperature < SMALLEST_TEMPERATURE:
             text.append(int(logits.argmax()))
         else:
-            weights = torch.softmax(logits / temperature, dim=0)
+            weights = torch.softmax(logits / config.temperature, dim=0)
             text.append(int(torch.multinomial(weights, 1, generator=dice)))
     return bytes(text).decode(errors="replace")

@@ -159,14 +159,10 @@ def test_two_namespaces_train(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_saves_are_timed_and_planned(tmp_path: Path) -> None:
+def test_saves_are_timed(tmp_path: Path) -> None:
     rows = _run("checkpoints", tmp_path)["results"]
     assert [row["contender"] for row in rows][::2] == ["dcp.save", "dcp.async_save"]
     assert all(0 < row["stands_still_s"] <= row["complete_s"] for row in rows)
-    rows = _run("save_planning", tmp_path)["results"]
-    for torchs, ours in zip(rows[::2], rows[1::2], strict=True):
-        assert (torchs["ranks"], torchs["contender"], ours["contender"]) == (ours["ranks"], "dcp.save", "fsdp_compile")
-        assert 0 < ours["received_bytes"] < torchs["received_bytes"] / 4
 
 
 def test_all_benchmarks_exist_and_say_what_they_are() -> None:

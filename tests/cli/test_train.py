@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from fsdp_compile.cli.main import main
 from fsdp_compile.training.checkpoint_folder import CheckpointFolder
 from fsdp_compile.training.config import TrainConfig, flag
-from fsdp_compile.training.job import RunFolder, Started
+from fsdp_compile.training.job import Run
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +24,8 @@ def _work_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("text").write_bytes(b"some text " * 100)
     Path("short").write_bytes(b"some text")
     Path("a-run").mkdir()
-    RunFolder(Path("a-run")).write_config(Started(TrainConfig(data="text", seq_len=8), "another text", "the run"))
+    options = TrainConfig(data="text", seq_len=8)
+    Run(options=options, text_fingerprint="another text", run="the run").write(Path("a-run"))
 
 
 def _refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -58,7 +60,7 @@ def _refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--data", "text", "--seq-len", "8", "--out", "text"], "text is a file\n  where: --out"),
         (["--data", "text", "--seq-len", "8", "--out", "text/run"], "text is a file\n  where: --out"),
         (["--data", "text", "--seq-len", "8", "--device", "cuda", "--ranks", "16"], "16 ranks need a GPU each and"),
-        (["--data", ".", "--seq-len", "8"], "is inside of the text, ., which would change as the run writes there"),
+        (["--data", ".", "--seq-len", "8"], "is inside of the text, ., which would change with it"),
         (["--data", "a-run", "--out", "a-run/b", "--seq-len", "8"], "the run's folder a-run/b is inside of the text"),
         (["--data", "text", "--seq-len", "8", "--timeout", "1e300"], "1e+300 is out of bounds\n  where: --timeout"),
         (["--resume"], "a-run holds no complete checkpoint"),
@@ -118,7 +120,7 @@ def test_help_names_every_option_with_its_default_and_unit(capsys: pytest.Captur
         main(["train", "--help"])
     assert caught.value.code == 0
     text = re.sub(r"\s+", " ", capsys.readouterr().out)
-    for name, value in json.loads(json.dumps(TrainConfig().to_dict())).items():
+    for name, value in json.loads(json.dumps(asdict(TrainConfig()))).items():
         assert re.search(rf" {flag(name)}[ ,]", text)
         assert value is None or f"(default: {value})" in text or f"(default: {value!r})" in text
     for words in ("optimizer steps in all", "tokens (bytes of text) per sequence", "sequences per step", "in bytes"):

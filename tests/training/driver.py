@@ -15,18 +15,19 @@ Each rank prints its process, and the time when it comes to the trouble.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
 import signal
 import sys
 import time
-from pathlib import Path
 
 import torch
 
 from fsdp_compile.cli.main import main
-from fsdp_compile.training.trainer import StepResult, Trainer
+from fsdp_compile.training.trainer import Trainer
+from tests.training.small_run import full_disk
 
 PAUSE_AT = int(os.environ.get("PAUSE_AT", "0"))
 FAIL_AT = int(os.environ.get("FAIL_AT", "0"))
@@ -36,10 +37,10 @@ SIGNALS = {int(os.environ.get("KILL_AT", "0")): signal.SIGKILL, int(os.environ.g
 
 torch.compile = functools.partial(torch.compile, options={"lower": "eager"})
 _step = Trainer.step
-_mkdir = Path.mkdir
+_troubles = contextlib.ExitStack()
 
 
-def _troubled_step(self: Trainer, step: int) -> StepResult:
+def _troubled_step(self: Trainer, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     # Set when a rank runs, after it has imported this.
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) >= int(os.environ.get("TROUBLES", "1")):
         return _step(self, step)
@@ -57,15 +58,8 @@ def _troubled_step(self: Trainer, step: int) -> StepResult:
         with torch.no_grad():
             list(self.model.parameters())[-1].fill_(math.nan)  # not of an embedding, whose rows need not be read
     if step == FULL_AT:
-        Path.mkdir = _mkdir_on_a_full_disk  # type: ignore[method-assign]
+        _troubles.enter_context(full_disk("__1_0.distcp"))
     return _step(self, step)
-
-
-def _mkdir_on_a_full_disk(self: Path, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:  # noqa: FBT001, FBT002
-    _mkdir(self, mode, parents, exist_ok)
-    shard = self / "__1_0.distcp"
-    if self.name == ".partial" and not shard.is_symlink():
-        shard.symlink_to("/dev/full")
 
 
 Trainer.step = _troubled_step  # type: ignore[method-assign]

@@ -12,123 +12,74 @@ A rank that ends before it is killed is a failure, and no rank outlives this pro
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import random
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from fsdp_compile.training.checkpoint import SaveMode
 from tests.training.small_run import SmallRun
 
+Call = Callable[[Path, Path, SaveMode], None]
 
-def _save_for_ever(folder: Path, log: Path) -> None:
+
+def _save_for_ever(folder: Path, log: Path, mode: SaveMode) -> None:
     run = SmallRun(folder)
-    _save_again_and_again(run, log, run.step_and_save)
-
-
-def _save_in_background_for_ever(folder: Path, log: Path) -> None:
-    run = SmallRun(folder)
-    saves = run.in_background()
-
-    def save(step: int) -> None:
-        run.step(step)
-        run.save_in_background(step, saves)
-        saves.wait()
-
-    _save_again_and_again(run, log, save)
-
-
-def _save_again_and_again(run: SmallRun, log: Path, save: Callable[[int], None]) -> None:
-    step = run.load().step if run.checkpoints.newest() else 0
+    saves = run.saves(mode)
+    step = run.load()[0] if run.checkpoints.newest() else 0
     while True:
         step += 1
-        save(step)
-        if run.world.is_first:
+        run.step(step)
+        run.save_and_overwrite(step, saves)
+        saves.wait()
+        if run.world.rank == 0:
             aside = log.with_suffix(".aside")
             aside.write_text(str(step))
             aside.replace(log)
 
 
-def _load(folder: Path, log: Path) -> None:
+def _load(folder: Path, log: Path, _mode: SaveMode) -> None:
     run = SmallRun(folder)
-    loaded = run.load()
+    step, skipped = run.load()
     saved = int(log.read_text())
-    assert loaded.skipped == (), loaded
-    assert loaded.step in (saved, saved + 1), (loaded, saved)
-    assert run.seen() == {float(loaded.step)}
+    assert skipped == []
+    assert step in (saved, saved + 1), (step, saved)
+    assert run.seen() == {float(step)}
 
 
-class EarlyEndError(RuntimeError):
-    """A rank was not there to be killed."""
+def _serve(rank: int, size: int, store: str, call: Call, folder: Path, log: Path, mode: SaveMode) -> None:
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
+    call(folder, log, mode)
 
 
-class Ranks:
-    """Processes that call something, each a rank of one group.
-
-    Attributes:
-        living: Process ids of those that were not waited for yet, and their ranks.
-    """
-
-    def __init__(self, size: int, number: int, call: Callable[[Path, Path], None], folder: Path, log: Path) -> None:
-        store = f"file://{folder}.store-{number}"
-        self.living = {_fork(rank, size, store, call, folder, log): rank for rank in range(size)}
-
-    def __enter__(self) -> Ranks:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._send(signal.SIGKILL)
-        self.statuses()
-
-    def kill(self) -> None:
-        """End all at one time; raises where one has ended by itself."""
-        self._send(signal.SIGSTOP)  # or else one could see that another is gone, and end by itself
-        self._send(signal.SIGKILL)
-        for rank, status in self._wait(0):
-            if not (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL):
-                raise EarlyEndError(f"rank {rank} ended by itself: {_how(status)}")
-
-    def check_running(self) -> None:
-        """Raise where one has ended."""
-        for rank, status in self._wait(os.WNOHANG):
-            raise EarlyEndError(f"rank {rank} ended by itself: {_how(status)}")
-
-    def statuses(self) -> list[int]:
-        """Wait until all have ended."""
-        return [status for _, status in self._wait(0)]
-
-    def _send(self, number: signal.Signals) -> None:
-        for pid in self.living:
-            os.kill(pid, number)
-
-    def _wait(self, options: int) -> list[tuple[int, int]]:
-        """Ranks that have ended, with what `waitpid` says of them."""
-        ended = [(pid, status) for pid, status in (os.waitpid(pid, options) for pid in self.living) if pid]
-        return [(self.living.pop(pid), status) for pid, status in ended]
-
-
-def _fork(rank: int, size: int, store: str, call: Callable[[Path, Path], None], folder: Path, log: Path) -> int:
-    """The process id of a new rank that calls something."""
-    pid = os.fork()
-    if pid:
-        return pid
+@contextmanager
+def _ranks(size: int, number: int, call: Call, folder: Path, log: Path, mode: SaveMode) -> Iterator[list[ForkProcess]]:
+    """Processes that call something, each a rank of one group; they end with the block."""
+    store, fork = f"file://{folder}.store-{number}", multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=_serve, args=(rank, size, store, call, folder, log, mode)) for rank in range(size)]
+    for rank in ranks:
+        rank.start()
     try:
-        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
-        call(folder, log)
-    except BaseException as error:  # noqa: BLE001, RUF100  # this process must not go on as its parent
-        print(f"rank {rank}: {type(error).__name__}: {error}", flush=True)
-        os._exit(1)
-    os._exit(0)
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
 
 
-def _how(status: int) -> str:
-    code = os.waitstatus_to_exitcode(status)
-    return f"exit code {code}" if code >= 0 else f"signal {-code}"
+def _check_ends(ranks: list[ForkProcess], expected: int | None) -> None:
+    for number, rank in enumerate(ranks):
+        if rank.exitcode != expected:
+            raise RuntimeError(f"rank {number} ended by itself: exit code {rank.exitcode}")
 
 
 def main() -> int:
@@ -143,19 +94,27 @@ def main() -> int:
     torch.set_num_threads(1)
     dice = random.Random(arguments.seed)
     folder, log = arguments.folder, arguments.folder.with_suffix(".log")
-    save_for_ever = _save_in_background_for_ever if arguments.background else _save_for_ever
+    settings = folder, log, SaveMode.BACKGROUND if arguments.background else SaveMode.WAIT
     interrupted = 0
     for kill in range(arguments.kills):
         before = log.read_text() if log.exists() else ""
-        with Ranks(arguments.ranks, 2 * kill, save_for_ever, folder, log) as ranks:
+        with _ranks(arguments.ranks, 2 * kill, _save_for_ever, *settings) as ranks:
             while not log.exists() or log.read_text() == before:
-                ranks.check_running()
+                _check_ends(ranks, None)
                 time.sleep(0.005)
             time.sleep(dice.uniform(0, 0.1))  # a few saves: every point of one is as likely
-            ranks.kill()
+            for number in (signal.SIGSTOP, signal.SIGKILL):  # one could see that another is gone, and end by itself
+                for rank in ranks:
+                    assert rank.pid is not None
+                    os.kill(rank.pid, number)
+            for rank in ranks:
+                rank.join()
+            _check_ends(ranks, -signal.SIGKILL)
         interrupted += any(folder.glob(".partial")) or any(folder.glob(".discarded-*"))
-        with Ranks(arguments.ranks, 2 * kill + 1, _load, folder, log) as ranks:
-            failed = any(ranks.statuses())
+        with _ranks(arguments.ranks, 2 * kill + 1, _load, *settings) as ranks:
+            for rank in ranks:
+                rank.join()
+            failed = any(rank.exitcode for rank in ranks)
         if failed:
             print(f"kill {kill} left {sorted(path.name for path in folder.iterdir())}, {log.read_text()} was saved")
             return 1

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import fully_shard
-from fsdp_compile.training.checkpoint import Loaded, load_checkpoint, save_checkpoint
+from fsdp_compile.comm.world import World
+from fsdp_compile.training.checkpoint import SaveMode, Saves, load_checkpoint
 from fsdp_compile.training.checkpoint_folder import CheckpointFolder
-from fsdp_compile.training.saves import BackgroundSaves
-from fsdp_compile.training.world import World
 
 RUN = "this run"
 
@@ -39,19 +41,27 @@ class SmallRun:
             for parameter in self.model.parameters():
                 parameter.fill_(step)
 
-    def save(self, step: int, *, keep: int = 2) -> tuple[str, ...]:
-        return save_checkpoint(self.checkpoints, step, self.model, self.optimizer, self.world, keep=keep)
+    def save(self, step: int, *, keep: int = 2, mode: SaveMode = SaveMode.WAIT) -> tuple[str, ...]:
+        saves = self.saves(mode, keep=keep)
+        return saves.save(step, self.model, self.optimizer) + saves.wait()
 
     def step_and_save(self, *steps: int, keep: int = 2) -> None:
         for step in steps:
             self.step(step)
             self.save(step, keep=keep)
 
-    def in_background(self, *, keep: int = 2) -> BackgroundSaves:
-        return BackgroundSaves(self.checkpoints, self.world, keep=keep)
+    def saves(self, mode: SaveMode = SaveMode.BACKGROUND, *, keep: int = 2) -> Saves:
+        return Saves(self.checkpoints, self.world, keep=keep, mode=mode)
 
-    def save_in_background(self, step: int, saves: BackgroundSaves) -> None:
-        """Begin a save, and overwrite what it saves, as the next step of training does."""
+    def spoil(self) -> None:
+        """Let a weight of rank 1 be not a number."""
+        weight = self.model.weight
+        assert isinstance(weight, DTensor)
+        if self.world.rank == 1:
+            weight.to_local().data[-1, -1] = float("nan")
+
+    def save_and_overwrite(self, step: int, saves: Saves) -> None:
+        """Save, or begin to, and overwrite what is saved, as the next step of training does."""
         saves.save(step, self.model, self.optimizer)
         self.overwrite()
 
@@ -64,7 +74,7 @@ class SmallRun:
         for parameter in self.model.parameters():
             parameter.fill_(99)
 
-    def load(self) -> Loaded:
+    def load(self) -> tuple[int, list[str]]:
         return load_checkpoint(self.checkpoints, self.model, self.optimizer, self.world)
 
     def seen(self) -> set[float]:
@@ -72,3 +82,30 @@ class SmallRun:
         weights = [weight.full_tensor() for weight in self.model.parameters() if isinstance(weight, DTensor)]
         counts = {float(state["step"]) for state in self.optimizer.state.values()}
         return set(torch.cat([weight.flatten() for weight in weights]).tolist()) | counts
+
+
+def names(folder: Path) -> list[str]:
+    """Of the files and folders in a folder."""
+    return sorted(path.name for path in folder.iterdir())
+
+
+def load(folder: Path) -> tuple[int, set[float], list[str]]:
+    """Steps of the checkpoint that a rank loads, the values that it has then, and why others were not loaded."""
+    run = SmallRun(folder)
+    step, skipped = run.load()
+    return step, run.seen(), skipped
+
+
+@contextmanager
+def full_disk(file: str) -> Iterator[None]:
+    """Whatever this process writes to a file of that name in an unfinished checkpoint finds no space."""
+    mkdir: Callable[..., None] = Path.mkdir
+
+    def fill(self: Path, **options: bool) -> None:
+        mkdir(self, **options)
+        if self.name == ".partial":
+            (self / file).symlink_to("/dev/full")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "mkdir", fill)
+        yield

@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 
 from fsdp_compile.errors import CheckpointError, ConfigError
-from fsdp_compile.training.checkpoint_folder import MARKER, CheckpointFolder
+from fsdp_compile.formats.complete import MARKER
+from fsdp_compile.training.checkpoint import SaveMode
+from fsdp_compile.training.checkpoint_folder import CheckpointFolder
 from tests import long
 from tests.ranks import run_ranks
-from tests.training.small_run import SmallRun
+from tests.training.small_run import SmallRun, full_disk, load, names
 
 
 class Crash(Exception):  # noqa: N818 (it stands for a power cut)
@@ -25,11 +27,7 @@ class Crash(Exception):  # noqa: N818 (it stands for a power cut)
 
 def _save(folder: Path, *steps: int, keep: int = 1, run: str = "this run") -> list[str]:
     SmallRun(folder, run).step_and_save(*steps, keep=keep)
-    return _names(folder)
-
-
-def _names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    return names(folder)
 
 
 def _crash_in_the_second_save(folder: Path, renamed: str) -> list[str]:
@@ -48,18 +46,12 @@ def _crash_in_the_second_save(folder: Path, renamed: str) -> list[str]:
         patch.setattr("shutil.rmtree", lambda *_args, **_kwargs: None)  # nothing is tidied up after a power cut
         with pytest.raises((Crash, CheckpointError, FileExistsError)):
             run.step_and_save(2)
-    return _names(folder)
-
-
-def _load(folder: Path) -> tuple[int, set[float], tuple[str, ...]]:
-    run = SmallRun(folder)
-    loaded = run.load()
-    return loaded.step, run.seen(), loaded.skipped
+    return names(folder)
 
 
 def test_new_checkpoints_take_the_places_of_the_oldest(tmp_path: Path) -> None:
     assert run_ranks(_save, tmp_path, 1, 2) == [["step-000002"]] * 2
-    assert run_ranks(_load, tmp_path) == [(2, {2.0}, ())] * 2
+    assert run_ranks(load, tmp_path) == [(2, {2.0}, [])] * 2
     assert run_ranks(_save, tmp_path, 3, 4, keep=2) == [["step-000003", "step-000004"]] * 2
     # What was just written is never one too many, whatever there is of later steps.
     assert run_ranks(_save, tmp_path, 1, 2) == [["step-000002", "step-000003", "step-000004"]] * 2
@@ -69,16 +61,16 @@ def test_new_checkpoints_take_the_places_of_the_oldest(tmp_path: Path) -> None:
 def test_another_number_of_ranks_can_go_on(tmp_path: Path) -> None:
     run_ranks(_save, tmp_path, 2)
     for ranks in (1, 3, 4):
-        assert run_ranks(_load, tmp_path, world_size=ranks) == [(2, {2.0}, ())] * ranks
+        assert run_ranks(load, tmp_path, world_size=ranks) == [(2, {2.0}, [])] * ranks
     run_ranks(_save, tmp_path, 3, world_size=3)
-    assert run_ranks(_load, tmp_path) == [(3, {3.0}, ())] * 2
+    assert run_ranks(load, tmp_path) == [(3, {3.0}, [])] * 2
 
 
 @pytest.mark.parametrize("renamed", [".metadata", ".partial"])  # torch's last file, then our folder
 def test_the_old_checkpoint_stays_until_the_new_one_is_whole(tmp_path: Path, renamed: str) -> None:
     (left,) = run_ranks(_crash_in_the_second_save, tmp_path, renamed, world_size=1)
     assert left == [".partial", "step-000001"]
-    assert run_ranks(_load, tmp_path) == [(1, {1.0}, ())] * 2
+    assert run_ranks(load, tmp_path) == [(1, {1.0}, [])] * 2
     # What was left over does not get into the next one.
     (tmp_path / ".partial" / "rubbish").write_text("left over")
     assert run_ranks(_save, tmp_path, 1, 2) == [["step-000002"]] * 2
@@ -114,7 +106,7 @@ def test_only_what_the_run_wrote_is_removed(tmp_path: Path) -> None:
     (tmp_path / "step-000006").write_text("the user's, in the way")
     left = ["step-000001", "step-000001-copy", "step-000003", "step-000006", "step-000006.aside", "step-best"]
     assert run_ranks(_save, tmp_path, 5, 6) == [left] * 2
-    assert run_ranks(_load, tmp_path) == [(6, {6.0}, ())] * 2
+    assert run_ranks(load, tmp_path) == [(6, {6.0}, [])] * 2
 
 
 def test_a_damaged_checkpoint_takes_no_place_of_a_good_one(tmp_path: Path) -> None:
@@ -131,8 +123,9 @@ def test_an_old_checkpoint_that_cannot_be_removed_does_not_end_the_run(tmp_path:
     left = sorted([stuck, "step-000002", "step-000003"])
     problem = f"cannot remove {tmp_path}/step-000001: {os.strerror(errno.EACCES)}"
     first, second = run_ranks(_save_beside, tmp_path, stuck)
-    assert first == second == ((), (problem,), left)
-    assert run_ranks(_load, tmp_path) == [(3, {3.0}, ())] * 2
+    assert first == ((), (problem,), left)
+    assert second == ((), (), left)
+    assert run_ranks(load, tmp_path) == [(3, {3.0}, [])] * 2
     # What could not be removed is tried again.
     assert run_ranks(_save, tmp_path, 4) == [["step-000004"]] * 2
 
@@ -146,7 +139,7 @@ def _save_beside(folder: Path, stuck: str) -> tuple[tuple[str, ...], tuple[str, 
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in ((Path, "rename"), (shutil, "rmtree")):
             patch.setattr(owner, name, _refusing(getattr(owner, name), stuck))
-        return problems, run.save(3, keep=2), _names(folder)
+        return problems, run.save(3, keep=2), names(folder)
 
 
 def _refusing(call: Callable[..., Any], stuck: str) -> Callable[..., Any]:
@@ -179,7 +172,7 @@ def _fail_and_look(folder: Path) -> list[str]:
         patch.setattr("fsdp_compile.training.checkpoint_folder.os.fsync", _fail)
         with pytest.raises(CheckpointError):
             run.save(1)
-        return _names(folder)
+        return names(folder)
 
 
 def _fail(_: int) -> None:
@@ -209,7 +202,7 @@ def test_a_checkpoint_that_is_a_link_is_loaded_and_stays(tmp_path: Path) -> None
     (folder / "step-000002").rename(elsewhere)
     (folder / "step-000002").symlink_to(elsewhere)
     (folder / "step-000009").symlink_to(tmp_path / "nowhere")
-    assert run_ranks(_load, folder) == [(2, {2.0}, ())] * 2
+    assert run_ranks(load, folder) == [(2, {2.0}, [])] * 2
     left = ["step-000002", "step-000003", "step-000009"]
     assert run_ranks(_save, folder, 3) == [left] * 2
     assert (elsewhere / MARKER).exists()
@@ -222,7 +215,7 @@ def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
 
 def _refused(folder: Path) -> str:
     with pytest.raises(ConfigError) as caught:
-        _load(folder)
+        load(folder)
     return str(caught.value)
 
 
@@ -232,40 +225,31 @@ def test_a_full_disk_is_named_on_all_ranks_and_the_old_checkpoint_stays(tmp_path
     rank = 1 if full.startswith("__1") else 0
     what = f"rank {rank} cannot write a checkpoint: {tmp_path}/.partial/{full}: {os.strerror(errno.ENOSPC)}\n"
     assert messages == [f"{what}  where: step 2\n  instead: go on from {tmp_path}/step-000001, which is complete"] * 2
-    assert _names(tmp_path) == ["step-000001"]
-    assert run_ranks(_load, tmp_path) == [(1, {1.0}, ())] * 2
+    assert names(tmp_path) == ["step-000001"]
+    assert run_ranks(load, tmp_path) == [(1, {1.0}, [])] * 2
 
 
 def _save_to_a_full_disk(folder: Path, full: str) -> str:
     run = SmallRun(folder)
     run.step_and_save(1)
     run.step(2)
-    mkdir: Callable[..., None] = Path.mkdir
-
-    def fill(self: Path, **options: bool) -> None:
-        mkdir(self, **options)
-        if self.name == ".partial" and not (self / full).is_symlink():  # torch makes the folder again
-            (self / full).symlink_to("/dev/full")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Path, "mkdir", fill)
-        with pytest.raises(CheckpointError) as caught:
-            run.save(2)
+    with full_disk(full), pytest.raises(CheckpointError) as caught:
+        run.save(2)
     return str(caught.value)
 
 
-def test_values_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
-    (message,) = set(run_ranks(_save_nan, tmp_path))
-    assert message.startswith("model.weight has values on rank 1 that are not finite")
-    assert _names(tmp_path) == ["step-000001"]
+@pytest.mark.parametrize("mode", SaveMode)
+def test_values_that_are_not_finite_are_not_saved(tmp_path: Path, mode: SaveMode) -> None:
+    (message,) = set(run_ranks(_save_nan, tmp_path, mode))
+    assert message == "model.weight has values on rank 1 that are not finite, so that no checkpoint is written"
+    assert names(tmp_path) == ["step-000001"]
 
 
-def _save_nan(folder: Path) -> str:
+def _save_nan(folder: Path, mode: SaveMode) -> str:
     run = SmallRun(folder)
     run.step_and_save(1)
     run.step(2)
-    if run.world.rank == 1:
-        run.model.weight.data.to_local()[-1, -1] = float("nan")  # type: ignore[attr-defined]
+    run.spoil()
     with pytest.raises(CheckpointError) as caught:
-        run.save(2)
-    return str(caught.value)
+        run.save(2, mode=mode)
+    return caught.value.what

@@ -40,6 +40,12 @@ def _check_run(run: Path, out: str) -> None:
     assert _checkpoints(run) == ["step-000004", "step-000006"]
 
 
+def _check_equal(run: Path, uninterrupted: Path) -> None:
+    for mine, theirs in zip(metrics(run), metrics(uninterrupted), strict=True):
+        for name in ("step", "loss", "held_out_loss", "grad_norm", "lr"):
+            assert mine[name] == pytest.approx(theirs[name], abs=1e-6), (mine["step"], name)
+
+
 def _checkpoints(run: Path) -> list[str]:
     return sorted(path.name for path in (run / "checkpoints").iterdir())
 
@@ -52,10 +58,6 @@ def test_one_command_trains(tmp_path: Path) -> None:
     assert status == 0, err
     assert err == ""
     _check_run(tmp_path / "run", out)
-    # Embedding, head, four projections, feed-forward of 96, three norms: 4 bytes a number, half of them on each rank.
-    whole = 4 * (2 * 256 * 32 + 4 * 32 * 32 + 3 * 32 * 96 + 3 * 32)
-    for line in ("each rank will hold", "measured: a rank holds"):
-        assert f"{line} parameters {whole / 2e6:.2f} of {whole / 1e6:.2f} MB" in out
 
 
 @pytest.mark.long
@@ -97,9 +99,7 @@ def test_an_interrupted_run_leaves_nothing_but_a_checkpoint_to_go_on_from(
     assert "resumed after step 2\n" in out
     _check_run(run, out)
     *_, uninterrupted = request.getfixturevalue("joined")
-    for mine, theirs in zip(metrics(run), metrics(uninterrupted), strict=True):
-        for name in ("loss", "held_out_loss", "grad_norm", "lr"):
-            assert mine[name] == pytest.approx(theirs[name], abs=1e-6), (mine["step"], name)
+    _check_equal(run, uninterrupted)
 
 
 @pytest.mark.long
@@ -147,18 +147,13 @@ def test_a_full_disk_is_the_cause_that_the_launcher_names(tmp_path: Path) -> Non
     assert _checkpoints(tmp_path / "run") == ["step-000002"]
 
 
-def _check_equal(run: Path, uninterrupted: Path) -> None:
-    for mine, theirs in zip(metrics(run), metrics(uninterrupted), strict=True):
-        for name in ("step", "loss", "held_out_loss", "grad_norm", "lr"):
-            assert mine[name] == pytest.approx(theirs[name], abs=1e-6), (mine["step"], name)
-
-
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fault", "step", "said"),
     [
-        pytest.param("KILL_AT", 4, "restarted, 1 of 1\n", marks=pytest.mark.long),
-        pytest.param("FAIL_AT", 4, f"restarted, 1 of 1 after rank 1 failed: {TROUBLE}\n", marks=pytest.mark.long),
-        pytest.param("FAIL_AT", 1, f"restarted, 1 of 1 after rank 1 failed: {TROUBLE}\n", marks=pytest.mark.long),
+        ("KILL_AT", 4, "restarted, 1 of 1\n"),
+        ("FAIL_AT", 4, f"restarted, 1 of 1 after rank 1 failed: {TROUBLE}\n"),
+        ("FAIL_AT", 1, f"restarted, 1 of 1 after rank 1 failed: {TROUBLE}\n"),
     ],
 )
 def test_a_restarted_run_goes_on_from_its_last_checkpoint(

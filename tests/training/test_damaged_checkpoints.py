@@ -17,9 +17,10 @@ import torch
 
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.formats.dcp import SafeReader
-from fsdp_compile.training.checkpoint_folder import MARKER, CheckpointFolder, FileDigest
+from fsdp_compile.formats.files import MARKER, FileDigest
+from fsdp_compile.training.checkpoint_folder import CheckpointFolder
 from tests.ranks import run_ranks
-from tests.training.small_run import RUN, SmallRun
+from tests.training.small_run import RUN, SmallRun, load, names
 
 pytestmark = pytest.mark.core
 
@@ -199,13 +200,8 @@ def _save(folder: Path) -> None:
     SmallRun(folder).step_and_save(1, 2)
 
 
-def _load_all(folders: list[Path]) -> list[tuple[int, set[float], tuple[str, ...]]]:
-    found = []
-    for folder in folders:
-        run = SmallRun(folder)
-        loaded = run.load()
-        found.append((loaded.step, run.seen(), loaded.skipped))
-    return found
+def _load_all(folders: list[Path]) -> list[tuple[int, set[float], list[str]]]:
+    return [load(folder) for folder in folders]
 
 
 def test_the_checkpoint_before_is_loaded_and_file_and_cause_are_named(written: Path, tmp_path: Path) -> None:
@@ -267,13 +263,13 @@ def test_a_damaged_checkpoint_gives_its_name_to_the_next(written: Path, tmp_path
     shutil.copytree(written, folder)
     _flip(folder / "step-000002" / SHARD)
     run_ranks(_load_and_save, folder)
-    assert sorted(path.name for path in folder.iterdir()) == ["step-000001", "step-000002", "step-000002.aside"]
-    assert run_ranks(_load_all, [folder]) == [[(2, {2.0}, ())]] * 2
+    assert names(folder) == ["step-000001", "step-000002", "step-000002.aside"]
+    assert run_ranks(load, folder) == [(2, {2.0}, [])] * 2
 
 
 def _load_and_save(folder: Path) -> Any:
     run = SmallRun(folder)
-    loaded = run.load()
-    if run.world.is_first:
-        run.checkpoints.set_aside_after(loaded.step)
+    step, _ = run.load()
+    if run.world.rank == 0:
+        run.checkpoints.set_aside_after(step)
     run.step_and_save(2)

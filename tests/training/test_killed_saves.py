@@ -29,8 +29,8 @@ def test_a_kill_at_any_point_of_a_save_loses_nothing(kills: int, how: tuple[str,
 def test_ranks_that_end_by_themselves_are_no_kills(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_bytes(b"a file, in which nothing can be saved")
     process = start(tmp_path, *PROGRAM, str(tmp_path / "checkpoints"), "--kills", "1")
-    status, out, err = finish(process)
+    status, _, err = finish(process)
     assert status == 1
-    assert f"CheckpointError: rank 0 cannot write a checkpoint: {tmp_path}/checkpoints/.partial: Not a directory" in out
+    assert f"CheckpointError: rank 0 cannot write a checkpoint: {tmp_path}/checkpoints/.partial: Not a directory" in err
     assert "ended by itself: exit code 1" in err
     assert session_of(process) == []

@@ -1,20 +1,22 @@
-"""Metrics as JSON lines."""
+"""Metrics as JSON lines, and the loss curve."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.training.loop import _summary
 from fsdp_compile.training.metrics import (
     Record,
     append_record,
     drop_records_after,
     held_out_losses,
+    plot_losses,
     read_records,
+    summary,
 )
 
 KEYS = ["step", "loss", "held_out_loss", "grad_norm", "lr", "tokens_per_s", "time_s", "skipped_steps"]
@@ -60,7 +62,7 @@ def test_held_out_losses_come_with_their_steps() -> None:
 
 def test_a_last_loss_that_is_not_finite_is_not_that_of_an_earlier_step() -> None:
     before, after = Record(step=0, held_out_loss=5.0, time_s=0), Record(step=3, held_out_loss=None, time_s=1)
-    assert _summary([before, after], 3, 2.0) == "held-out loss 5.000 -> not finite after 3 steps, 2 s"
+    assert summary([before, after], 3, 2.0) == "held-out loss 5.000 -> not finite after 3 steps, 2 s"
 
 
 @pytest.mark.parametrize("line", ["nothing", "[1]", '{"step": 1, "other": 2}', "[" * 100_000, "\0"])
@@ -69,3 +71,21 @@ def test_a_damaged_line_is_named(line: str, tmp_path: Path) -> None:
     path.write_text(path.read_text() + line + "\n")
     with pytest.raises(ConfigError, match=r"line 5 of .*metrics.jsonl is no record"):
         read_records(path)
+
+
+@pytest.mark.optional
+def test_writes_a_png(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert plot_losses(RECORDS, tmp_path / "loss.png")
+    content = (tmp_path / "loss.png").read_bytes()
+    assert content.startswith(b"\x89PNG\r\n\x1a\n")
+    assert content[-8:-4] == b"IEND"
+
+
+def test_without_matplotlib_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        "fsdp_compile.training.metrics.find_spec", lambda name: None if name == "matplotlib" else find_spec(name)
+    )
+    assert not plot_losses(RECORDS, tmp_path / "loss.png")
+    assert not (tmp_path / "loss.png").exists()

@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import fully_shard
-from fsdp_compile.training.nonfinite import describe_nonfinite
-from fsdp_compile.training.world import World
+from fsdp_compile.comm.world import World
+from fsdp_compile.training.trainer import describe_nonfinite
 from tests.ranks import run_ranks
 
 INF = float("inf")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fsdp_compile.training.config import TrainConfig
 from fsdp_compile.training.model import generate
 
 
@@ -22,12 +25,13 @@ class NextLetter(nn.Module):
 
 
 def _write(model: nn.Module, prompt: str, **changes: float) -> str:
-    settings = {"size_bytes": 4, "seq_len": 3, "temperature": 0.0, "seed": 0} | changes
-    return generate(model, prompt, device=torch.device("cpu"), **settings)  # type: ignore[arg-type]
+    settings: Any = {"sample_bytes": 4, "seq_len": 3, "temperature": 0.0} | changes
+    return generate(model, TrainConfig(prompt=prompt, **settings), torch.device("cpu"))
 
 
 def test_takes_the_likeliest_byte_at_temperature_zero() -> None:
     assert _write(NextLetter(), "ab") == "abcdef"
+    assert _write(NextLetter(), "ab", temperature=1e-39) == "abcdef"  # logits over it are beyond float32
 
 
 def test_the_model_sees_no_more_than_it_takes() -> None:
@@ -37,22 +41,22 @@ def test_the_model_sees_no_more_than_it_takes() -> None:
 
 
 def test_the_seed_decides_the_dice() -> None:
-    hot = [_write(NextLetter(), "ab", size_bytes=20, temperature=5.0, seed=seed) for seed in (1, 1, 2)]
+    hot = [_write(NextLetter(), "ab", sample_bytes=20, temperature=5.0, seed=seed) for seed in (1, 1, 2)]
     assert hot[0] == hot[1] != hot[2]
 
 
 def test_bytes_that_are_no_text_become_replacement_characters() -> None:
-    written = _write(NextLetter(), "~", size_bytes=3)
+    written = _write(NextLetter(), "~", sample_bytes=3)
     assert written == "~\x7f\ufffd\ufffd"
     assert written.encode().decode() == written
 
 
 def test_a_prompt_that_the_shell_could_not_decode_is_continued_byte_by_byte() -> None:
-    assert _write(NextLetter(), b"\xff`".decode(errors="surrogateescape"), size_bytes=1) == "\ufffd`a"
+    assert _write(NextLetter(), b"\xff`".decode(errors="surrogateescape"), sample_bytes=1) == "\ufffd`a"
 
 
 def test_nothing_is_added_where_nothing_is_wanted() -> None:
-    assert _write(NextLetter(), "ab", size_bytes=0) == "ab"
+    assert _write(NextLetter(), "ab", sample_bytes=0) == "ab"
 
 
 class _Broken(NextLetter):

@@ -18,20 +18,11 @@ import torch.distributed as dist
 from fsdp_compile._torch.distributed import timeout_of
 from fsdp_compile.errors import CheckpointError
 from fsdp_compile.formats.dcp import SafeReader
+from fsdp_compile.formats.files import FileDigest
+from fsdp_compile.training.checkpoint import Saves
 from fsdp_compile.training.checkpoint_folder import CheckpointFolder
-from fsdp_compile.training.saves import BackgroundSaves
-from fsdp_compile.training.staging import HostBuffers
 from tests.ranks import run_ranks
-from tests.training.small_run import SmallRun
-
-
-def _names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
-
-
-def _load(folder: Path) -> tuple[int, set[float]]:
-    run = SmallRun(folder)
-    return run.load().step, run.seen()
+from tests.training.small_run import SmallRun, full_disk, load, names
 
 
 def _files(checkpoint: Path) -> dict[str, Any]:
@@ -47,10 +38,10 @@ def _save_both_ways(folder: Path) -> None:
         run.step_and_save(step)
         run.overwrite()
     run = SmallRun(folder / "goes on")
-    saves = run.in_background()
+    saves = run.saves()
     for step in (1, 2, 3):
         run.step(step)
-        run.save_in_background(step, saves)
+        run.save_and_overwrite(step, saves)
     saves.wait()
 
 
@@ -58,10 +49,10 @@ def _save_both_ways(folder: Path) -> None:
 def test_files_are_those_of_a_save_that_training_waits_for(ranks: int, tmp_path: Path) -> None:
     run_ranks(_save_both_ways, tmp_path, world_size=ranks)
     one, other = tmp_path / "waits", tmp_path / "goes on"
-    assert _names(one) == _names(other) == ["step-000002", "step-000003"]
-    for name in _names(one):
+    assert names(one) == names(other) == ["step-000002", "step-000003"]
+    for name in names(one):
         assert _files(one / name) == _files(other / name)
-    assert run_ranks(_load, other) == [(3, {3.0})] * 2
+    assert run_ranks(load, other) == [(3, {3.0}, [])] * 2
 
 
 @contextmanager
@@ -81,25 +72,25 @@ def _held_back() -> Iterator[threading.Event]:
 
 def _go_on_meanwhile(folder: Path) -> list[list[str]]:
     run = SmallRun(folder)
-    saves = run.in_background()
+    saves = run.saves()
     seen: list[list[str]] = []
     with _held_back() as go_on:
         run.step(1)
-        run.save_in_background(1, saves)
+        run.save_and_overwrite(1, saves)
         for number in range(50):  # collectives of training, while the other group waits for rank 0
             total = torch.tensor(number)
             dist.all_reduce(total)
             assert total == 2 * number
             saves.poll()
-        seen.append(_names(folder) if folder.exists() else [])
+        seen.append(names(folder) if folder.exists() else [])
         run.step(2)
         # Rank 0 alone is held back; the second save of both begins when the first is complete.
         timer = threading.Timer(0.3, go_on.set)
         timer.start()
-        run.save_in_background(2, saves)
-        seen.append([name for name in _names(folder) if name == "step-000001"])
+        run.save_and_overwrite(2, saves)
+        seen.append([name for name in names(folder) if name == "step-000001"])
         saves.close()
-        seen.append(_names(folder))
+        seen.append(names(folder))
         saves.wait()
     return seen
 
@@ -107,43 +98,30 @@ def _go_on_meanwhile(folder: Path) -> list[list[str]]:
 def test_training_goes_on_meanwhile_and_the_next_save_waits(tmp_path: Path) -> None:
     checkpoints = ["step-000001", "step-000002"]
     assert run_ranks(_go_on_meanwhile, tmp_path / "run") == [[[], ["step-000001"], checkpoints]] * 2
-    assert run_ranks(_load, tmp_path / "run") == [(2, {2.0})] * 2
-
-
-def _fill_the_disk(patch: pytest.MonkeyPatch) -> None:
-    mkdir: Callable[..., None] = Path.mkdir
-
-    def fill(self: Path, **options: bool) -> None:
-        mkdir(self, **options)
-        shard = self / "__1_0.distcp"
-        if self.name == ".partial" and not shard.is_symlink():
-            shard.symlink_to("/dev/full")
-
-    patch.setattr(Path, "mkdir", fill)
+    assert run_ranks(load, tmp_path / "run") == [(2, {2.0}, [])] * 2
 
 
 def _fail_and_go_on(folder: Path) -> list[tuple[str, int]]:
     """Saves of which the second and third fail: what was raised, and in which step of training."""
     run = SmallRun(folder)
-    saves = run.in_background()
+    saves = run.saves()
     run.step_and_save(1)
-    with pytest.MonkeyPatch.context() as patch:
-        _fill_the_disk(patch)
+    with full_disk("__1_0.distcp"):
         run.step(2)
-        run.save_in_background(2, saves)
+        run.save_and_overwrite(2, saves)
         raised = [_train_until_failure(saves)]
         run.step(3)
-        run.save_in_background(3, saves)
+        run.save_and_overwrite(3, saves)
         with pytest.raises(CheckpointError) as caught:
-            run.save_in_background(4, saves)
+            run.save_and_overwrite(4, saves)
         raised.append((str(caught.value), 0))
     run.step(5)
-    run.save_in_background(5, saves)
+    run.save_and_overwrite(5, saves)
     saves.wait()
     return raised
 
 
-def _train_until_failure(saves: BackgroundSaves) -> tuple[str, int]:
+def _train_until_failure(saves: Saves) -> tuple[str, int]:
     for step in itertools.count():
         total = torch.tensor(step)
         dist.all_reduce(total)
@@ -161,68 +139,31 @@ def test_a_failure_is_raised_in_the_same_step_on_all_ranks_and_the_old_checkpoin
     full = f"rank 1 cannot write a checkpoint: {tmp_path}/.partial/__1_0.distcp: {os.strerror(errno.ENOSPC)}"
     complete = f"\n  instead: go on from {tmp_path}/step-000001, which is complete"
     assert [message for message, _ in first] == [f"{full}\n  where: step {step}{complete}" for step in (2, 3)]
-    assert _names(tmp_path) == ["step-000001", "step-000005"]
-    assert run_ranks(_load, tmp_path) == [(5, {5.0})] * 2
-
-
-def _save_nan(folder: Path) -> tuple[str, list[str]]:
-    run = SmallRun(folder)
-    saves = run.in_background()
-    run.step(1)
-    run.save_in_background(1, saves)
-    run.step(2)
-    if run.world.rank == 1:
-        run.model.weight.data.to_local()[-1, -1] = float("nan")  # type: ignore[attr-defined]
-    with pytest.raises(CheckpointError) as caught:
-        saves.save(2, run.model, run.optimizer)
-    return caught.value.what, _names(folder)
-
-
-def test_what_is_not_finite_is_not_even_staged(tmp_path: Path) -> None:
-    said = "model.weight has values on rank 1 that are not finite, so that no checkpoint is written"
-    assert run_ranks(_save_nan, tmp_path) == [(said, ["step-000001"])] * 2
+    assert names(tmp_path) == ["step-000001", "step-000005"]
+    assert run_ranks(load, tmp_path) == [(5, {5.0}, [])] * 2
 
 
 def _break_one_rank(folder: Path) -> str:
     run = SmallRun(folder)
-    saves = run.in_background()
+    saves = run.saves()
     run.step(1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CheckpointFolder, "begin", lambda _self: 1 / 0)
+        if run.world.rank == 1:
+            patch.setattr(FileDigest, "of", lambda _path: 1 / 0)
         saves.save(1, run.model, run.optimizer)
-        assert saves._running is not None
-        saves._running.exception()
-        with pytest.raises(ZeroDivisionError):
-            saves.poll()
-    return "raised"
+        raised, _ = _train_until_failure(saves)
+    return raised
 
 
-def test_a_bug_ends_a_rank_at_its_next_step(tmp_path: Path) -> None:
-    assert run_ranks(_break_one_rank, tmp_path, world_size=1) == ["raised"]
-
-
-def test_a_copy_overwrites_the_one_before() -> None:
-    buffers = HostBuffers()
-    state: dict[str, Any] = {"a": torch.arange(6).view(2, 3).t(), "b": [{"c": torch.ones(2)}, (1, 2.0)], "d": None}
-    first = buffers.stage(state)
-    assert first["a"].equal(state["a"])
-    assert (first["b"][1], first["d"]) == ((1, 2.0), None)
-    state["a"] = state["a"] + 1
-    state["b"][0]["c"] = torch.ones(3)  # another size needs another buffer
-    second = buffers.stage(state)
-    assert second["a"].data_ptr() == first["a"].data_ptr() != state["a"].data_ptr()
-    assert second["a"].equal(state["a"])
-    assert first["b"][0]["c"].shape == (2,)
-    assert second["b"][0]["c"].shape == (3,)
-    state["b"].clear()
-    assert buffers.stage(state)["b"] == []
-    assert set(buffers._buffers) == {("a",)}
+def test_a_bug_of_one_rank_ends_all(tmp_path: Path) -> None:
+    said = "rank 1 cannot write a checkpoint: ZeroDivisionError: division by zero\n  where: step 1"
+    assert run_ranks(_break_one_rank, tmp_path) == [said] * 2
 
 
 def _timeout_of_saves(folder: Path) -> float:
-    saves = SmallRun(folder).in_background()
-    assert saves._apart.group is not None
-    return timeout_of(saves._apart.group).total_seconds()
+    saves = SmallRun(folder).saves()
+    assert saves._group is not None
+    return timeout_of(saves._group).total_seconds()
 
 
 def test_threads_wait_for_each_other_as_long_as_training_does(tmp_path: Path) -> None:

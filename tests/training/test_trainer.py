@@ -8,6 +8,7 @@ import functools
 import io
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,27 +18,25 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch.distributed import timeout_of
+from fsdp_compile.comm.placement import DeviceKind
+from fsdp_compile.comm.world import World
 from fsdp_compile.errors import ConfigError, FSDPCompileError, RankMismatchError
 from fsdp_compile.training.config import TrainConfig
 from fsdp_compile.training.data import read_corpus
-from fsdp_compile.training.job import Job, RunFolder
-from fsdp_compile.training.loop import train
-from fsdp_compile.training.metrics import held_out_losses, read_records
-from fsdp_compile.training.run_lock import lock_run
-from fsdp_compile.training.trainer import Trainer
-from fsdp_compile.training.world import DeviceKind, World
+from fsdp_compile.training.job import Job, Run, lock_run
+from fsdp_compile.training.metrics import held_out_losses, open_display, read_records
+from fsdp_compile.training.trainer import Trainer, train
 from tests.ranks import run_ranks
 
 TINY = {"steps": 3, "batch_size": 4, "seq_len": 16, "width": 16, "layers": 1, "heads": 2, "log_every": 1}
 TEXT = b"every rank holds a shard of every weight. " * 40
 
 
-def _job(folder: Path, options: dict[str, Any], text: Path, ranks: int, done_steps: int = 0) -> Job:
-    config = TrainConfig.from_dict(TINY | {"data": str(text), "eval_batches": 1, "sample_bytes": 3} | options)
-    run = RunFolder(folder / "run")
+def _job(folder: Path, options: dict[str, Any], text: Path, ranks: int) -> Job:
+    config = TrainConfig(**TINY | {"data": str(text), "eval_batches": 1, "sample_bytes": 3} | options)
     begun_with = read_corpus(config.data, config.seq_len).fingerprint
-    settings: dict[str, Any] = {"fingerprint": begun_with, "done_steps": done_steps, "ranks": ranks}
-    return Job(config=config, folder=run, run="this", device=DeviceKind.CPU, **settings)
+    run = Run(options=config, text_fingerprint=begun_with, run="this")
+    return Job(run=run, folder=folder / "run", ranks=ranks, device=DeviceKind.CPU)
 
 
 def _world() -> World:
@@ -48,7 +47,7 @@ def _train(folder: Path, options: dict[str, Any], *, matplotlib: bool = True, sa
     """Train in a new folder; returns what this rank showed."""
     world = _world()
     text = folder / f"text-{world.rank}"
-    text.write_bytes(TEXT if same_text or world.is_first else TEXT[::-1])
+    text.write_bytes(TEXT if same_text or world.rank == 0 else TEXT[::-1])
     with pytest.MonkeyPatch.context() as patch:
         if not matplotlib:
             patch.setattr("fsdp_compile.training.metrics.find_spec", lambda _name: None)
@@ -58,6 +57,8 @@ def _train(folder: Path, options: dict[str, Any], *, matplotlib: bool = True, sa
 def _shown(job: Job, world: World) -> str:
     """Run a job op by op; returns what this rank showed."""
     shown = io.StringIO()
+    of_first = world.gather(job.run.text_fingerprint)[0]
+    job = replace(job, run=replace(job.run, text_fingerprint=of_first))
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(shown):
         patch.setattr(torch, "compile", functools.partial(torch.compile, options={"lower": "eager"}))
         train(job, world)
@@ -70,7 +71,6 @@ def test_the_first_rank_shows_the_run_and_the_others_nothing(tmp_path: Path) -> 
     assert nothing == ""
     lines = shown.splitlines()
     assert lines[0] == f"2 ranks on cpu, run folder {tmp_path / 'run'}"
-    assert lines[2].startswith("each rank will hold parameters 0.02 of 0.05 MB")  # float32 shards, also with bf16
     assert lines[-2] == f"loss curve: {tmp_path / 'run' / 'loss.png'}"
     assert lines[-1].startswith("held-out loss 5.")
     (_, before), (_, after) = held_out_losses(read_records(tmp_path / "run" / "metrics.jsonl"))
@@ -151,7 +151,7 @@ def _measured(folder: Path) -> list[list[float | None]]:
 def _resume(folder: Path, options: dict[str, Any]) -> str:
     """Go on after step 2."""
     world = _world()
-    return _shown(_job(folder, options, folder / "text-0", world.size, done_steps=2), world)
+    return _shown(_job(folder, options, folder / "text-0", world.size), world)
 
 
 RESUMED = {"steps": 4, "batch_size": 12, "checkpoint_every": 1, "keep_checkpoints": 4, "eval_every": 1}
@@ -163,6 +163,14 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("uninterrupted")
     run_ranks(_train, folder, RESUMED)
     return folder
+
+
+def _interrupted(uninterrupted: Path, copy: Path) -> Path:
+    """A copy of a run's folder as it was after step 2."""
+    shutil.copytree(uninterrupted, copy)
+    for step in (3, 4):
+        shutil.rmtree(copy / "run" / "checkpoints" / f"step-00000{step}")
+    return copy
 
 
 @pytest.mark.parametrize(
@@ -179,10 +187,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_resumed_run_goes_on_as_if_uninterrupted(
     ranks: int, replicas: int, uninterrupted: Path, tmp_path: Path
 ) -> None:
-    again = tmp_path / "again"
-    shutil.copytree(uninterrupted, again)
-    for step in (3, 4):
-        shutil.rmtree(again / "run" / "checkpoints" / f"step-00000{step}")
+    again = _interrupted(uninterrupted, tmp_path / "again")
     shown, *_ = run_ranks(_resume, again, RESUMED | {"replicas": replicas}, world_size=ranks)
     assert "resumed after step 2\n" in shown
     assert f"({replicas} replicas)" in shown if replicas > 1 else "replicas" not in shown
@@ -194,10 +199,7 @@ def test_a_resumed_run_goes_on_as_if_uninterrupted(
 
 @pytest.mark.long
 def test_a_resumed_run_has_the_weight_decay_that_it_is_given(uninterrupted: Path, tmp_path: Path) -> None:
-    again = tmp_path / "again"
-    shutil.copytree(uninterrupted, again)
-    for step in (3, 4):
-        shutil.rmtree(again / "run" / "checkpoints" / f"step-00000{step}")
+    again = _interrupted(uninterrupted, tmp_path / "again")
     run_ranks(_resume, again, RESUMED | {"weight_decay": 10.0})
     mine, before = _measured(again), _measured(uninterrupted)
     assert mine[:3] == before[:3]
@@ -257,7 +259,7 @@ def test_two_runs_in_one_folder_are_refused(tmp_path: Path) -> None:
 
 
 def test_ranks_that_read_other_text_are_told_apart(tmp_path: Path) -> None:
-    with pytest.raises(RankMismatchError, match=r"rank 1 read other text than rank 0\n"):
+    with pytest.raises(RankMismatchError, match=r"rank 1 read other text than that which the run began with\n"):
         run_ranks(_train, tmp_path, {}, same_text=False)
 
 
@@ -270,14 +272,15 @@ def _train_on_changed_text(folder: Path) -> None:
 
 
 def test_a_text_that_has_changed_since_the_run_began_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="the text is not that which the run began with"):
+    with pytest.raises(RankMismatchError, match="rank 0 read other text than that which the run began with"):
         run_ranks(_train_on_changed_text, tmp_path, world_size=1)
 
 
 def _replicated(text: Path) -> tuple[tuple[int, ...], set[float]]:
     """The shape of the mesh of replicas and shards, and how long its groups wait."""
-    config = TrainConfig.from_dict(TINY | {"data": str(text), "replicas": 2})
-    trainer = Trainer(config, read_corpus(config.data, config.seq_len), _world(), shard_now=False)
+    job = _job(text.parent, {"replicas": 2}, text, 4)
+    with open_display(3) as display:
+        trainer = Trainer(job, read_corpus(str(text), 16), _world(), display)
     weight = trainer.model.head.weight
     assert isinstance(weight, DTensor)
     groups = weight.device_mesh.get_all_groups()

@@ -1,4 +1,4 @@
-"""Text as bytes: what is read, what is held out, what is refused."""
+"""Text as bytes: what is read, held out and refused, and which windows of it ranks read."""
 
 from __future__ import annotations
 
@@ -6,9 +6,51 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.training.data import HELD_OUT_EVERY, LARGEST_BLOCK_BYTES, cut, read_corpus
+from fsdp_compile.training.config import TrainConfig
+from fsdp_compile.training.data import HELD_OUT_EVERY, USUAL_BLOCK_BYTES, cut, draw_batch, read_corpus
+
+BATCH, SEQ_LEN = 8, 5
+BLOCKS = torch.arange(6 * 40, dtype=torch.uint8).view(6, 40)  # every byte names its place
+
+
+def _draw(rank: int, ranks: int, key: str | int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    config = TrainConfig(seed=seed, batch_size=BATCH, seq_len=SEQ_LEN)
+    return draw_batch(config, BLOCKS, key, rank=rank, ranks=ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("key", [1, 2, 77, "held-out 0"])
+def test_ranks_read_together_what_one_rank_reads_alone(ranks: int, key: str | int) -> None:
+    shares = [_draw(rank, ranks, key) for rank in range(ranks)]
+    assert {share[0].shape for share in shares} == {(BATCH // ranks, SEQ_LEN)}
+    for half, alone in enumerate(_draw(0, 1, key)):
+        torch.testing.assert_close(torch.cat([share[half] for share in shares]), alone, rtol=0, atol=0)
+
+
+def test_targets_are_the_bytes_after_the_tokens() -> None:
+    tokens, targets = _draw(0, 1, 1)
+    assert tokens.dtype == targets.dtype == torch.int64
+    assert torch.equal(tokens[:, 1:], targets[:, :-1])
+    assert torch.equal(targets, tokens + 1)  # in these blocks every byte is its predecessor plus one
+
+
+def test_no_window_crosses_from_one_block_into_the_next() -> None:
+    tokens, targets = _draw(0, 1, 5)
+    assert torch.equal(tokens[:, 0] // 40, targets[:, -1] // 40)
+
+
+def test_steps_and_seeds_read_different_windows() -> None:
+    keys: list[tuple[str | int, int]] = [(1, 0), (2, 0), (1, 1), ("held-out 1", 0)]
+    drawn = [_draw(0, 1, key, seed)[0] for key, seed in keys]
+    assert all(not torch.equal(a, b) for i, a in enumerate(drawn) for b in drawn[:i])
+
+
+def test_a_block_of_one_window_is_read_from_its_start() -> None:
+    tokens, _ = draw_batch(TrainConfig(batch_size=2, seq_len=39), BLOCKS, 1, rank=0, ranks=1)
+    assert set((tokens[:, 0] % 40).tolist()) == {0}
 
 
 def test_every_byte_is_trained_on_or_held_out_never_both() -> None:
@@ -17,13 +59,12 @@ def test_every_byte_is_trained_on_or_held_out_never_both() -> None:
     assert not train & held_out
     assert train | held_out == set(range(200))
     assert held_out == set(range(100, 110))
-    assert corpus.size_bytes == 200
 
 
 def test_one_block_in_twenty_of_a_long_text_is_held_out() -> None:
-    corpus = cut(b"x" * (LARGEST_BLOCK_BYTES * 60 + 1), 256, "here")
-    assert corpus.train.shape == (57, LARGEST_BLOCK_BYTES)
-    assert corpus.held_out.shape == (60 // HELD_OUT_EVERY, LARGEST_BLOCK_BYTES)
+    corpus = cut(b"x" * (USUAL_BLOCK_BYTES * 60 + 1), 256, "here")
+    assert corpus.train.shape == (57, USUAL_BLOCK_BYTES)
+    assert corpus.held_out.shape == (60 // HELD_OUT_EVERY, USUAL_BLOCK_BYTES)
 
 
 def test_a_text_that_is_one_byte_too_short_is_refused() -> None:
@@ -32,9 +73,9 @@ def test_a_text_that_is_one_byte_too_short_is_refused() -> None:
         cut(b"x" * 99, 4, "here")
 
 
-def test_a_sequence_longer_than_any_block_is_refused() -> None:
-    with pytest.raises(ConfigError, match="longer than a block"):
-        cut(b"x" * 10**6, LARGEST_BLOCK_BYTES, "here")
+def test_a_sequence_may_be_longer_than_the_usual_block() -> None:
+    corpus = cut(b"x" * 10**6, USUAL_BLOCK_BYTES, "here")
+    assert (corpus.train.shape, corpus.held_out.shape) == ((58, USUAL_BLOCK_BYTES + 1), (3, USUAL_BLOCK_BYTES + 1))
 
 
 def test_a_folder_is_read_sorted_without_hidden_and_binary_files(tmp_path: Path) -> None:
@@ -71,7 +112,7 @@ def test_a_path_that_does_not_exist_is_refused(tmp_path: Path) -> None:
 def test_links_that_lead_nowhere_are_no_text(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(b"x" * 200)
     (tmp_path / "broken").symlink_to(tmp_path / "nothing")
-    assert read_corpus(str(tmp_path), 4).size_bytes == 200
+    assert read_corpus(str(tmp_path), 4).train.numel() == 190
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,5 +129,5 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest
 def test_by_default_the_standard_library_is_read() -> None:
     corpus = read_corpus(None, 256)
     assert "standard library" in corpus.source
-    assert corpus.size_bytes > 5_000_000
+    assert corpus.train.numel() > 5_000_000
     assert b"import " in bytes(corpus.held_out.flatten()[:200_000].tolist())
