@@ -17,8 +17,8 @@ from fsdp_compile.cost.hardware import hardware
 from fsdp_compile.errors import BudgetTooSmallError, ConfigError
 from fsdp_compile.explain import api
 from fsdp_compile.explain.api import explain
+from fsdp_compile.explain.formulas import GB_PER_S, RANKS
 from fsdp_compile.explain.plan import Plan
-from fsdp_compile.explain.scale.symbolic import GB_PER_S, RANKS
 from tests import long
 from tests.fake_world import fake_world
 from tests.models.round_sizes import WIDTH, Stack, on_meta

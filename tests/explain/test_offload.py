@@ -12,8 +12,8 @@ from fsdp_compile.cost.communicate import COPIES, Kind
 from fsdp_compile.cost.hardware import Hardware, Quantity, hardware
 from fsdp_compile.cost.memory import Holder
 from fsdp_compile.explain.api import explain
+from fsdp_compile.explain.formulas import RANKS as SYMBOL
 from fsdp_compile.explain.plan import Plan
-from fsdp_compile.explain.scale.symbolic import RANKS as SYMBOL
 from tests import long
 from tests.models.round_sizes import WIDTH, Stack, on_meta
 

@@ -13,14 +13,13 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp_compile import explain, fully_shard
-from fsdp_compile.cost.communicate import Kind
+from fsdp_compile.cost.communicate import Kind, is_own, own_communication
 from fsdp_compile.cost.fusion import Fusion, plan_kernels
 from fsdp_compile.cost.hardware import hardware
-from fsdp_compile.cost.own_collectives import is_own, own_communication
 from fsdp_compile.cost.timeline import Event, Start, Wait, simulate, times_us
 from fsdp_compile.errors import UnsupportedModelError
+from fsdp_compile.explain.page import trace_events
 from fsdp_compile.explain.plan import Plan
-from fsdp_compile.explain.show.trace_events import trace_events
 from fsdp_compile.layout.hosts import GroupRanks
 from fsdp_compile.passes.hide_own_collectives import HideOwnCollectives, HidePlan
 from tests.fake_world import fake_world
@@ -54,7 +53,7 @@ def test_time_of_a_collective(
         assert is_own(node)
         sent = own_communication(node, there)
         assert sent.sent_bytes == sent_bytes
-        assert sent.time_us == pytest.approx(there.link_of(GroupRanks(4)).formula_us(sent_bytes, 4, rate))
+        assert sent.alone_us == pytest.approx(there.link_of(GroupRanks(4)).formula_us(sent_bytes, 4, rate))
 
 
 @pytest.mark.parametrize(("per_host", "links"), [(2, ("ib-400", "nvlink4")), (4, ("nvlink4", "nvlink4"))])
@@ -123,8 +122,8 @@ def test_the_planner_counts_what_nothing_hides_of_them() -> None:
         took = times_us(graph, there, plan_kernels(graph, Fusion.NONE))
     start, computed, wait = (took[node] for node in nodes)
     assert start == 0.0
-    assert 0.0 < computed < sent.time_us
-    assert wait == pytest.approx(sent.time_us - computed)
+    assert 0.0 < computed < sent.alone_us
+    assert wait == pytest.approx(sent.alone_us - computed)
 
 
 def _backward_of_a_split_llama() -> tuple[Plan, float]:

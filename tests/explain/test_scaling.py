@@ -13,7 +13,7 @@ from fsdp_compile.cli.main import main
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.explain.api import explain
 from fsdp_compile.explain.plan import Plan
-from fsdp_compile.explain.scale.scaling import Scaling
+from fsdp_compile.explain.scaling import Scaling
 from tests.models.round_sizes import Stack, on_meta
 
 RANKS = [2, 16, 64]
@@ -84,7 +84,7 @@ def test_without_matplotlib_the_command_to_install_it_is_named(
         return None if name == "matplotlib" else importlib.util.find_spec(name)
 
     for module in (
-        "explain.scale.scaling",
+        "explain.scaling",
         "cli.explain",
     ):  # by name: `explain` is a function, too
         monkeypatch.setattr(importlib.import_module(f"fsdp_compile.{module}"), "find_spec", missing)

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from fsdp_compile.explain.api import explain
+from fsdp_compile.explain.page import page, page_data, trace_events
 from fsdp_compile.explain.plan import Plan
-from fsdp_compile.explain.show.page import page, page_data
-from fsdp_compile.explain.show.trace_events import trace_events
 from tests.models.round_sizes import Stack, on_meta
 
 
