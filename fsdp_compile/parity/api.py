@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Final, Literal
 
 from torch import nn
@@ -127,19 +125,28 @@ def check_parity(  # noqa: PLR0913  one call says everything about a comparison
         return report
     if bisect:
         report = dataclasses.replace(report, introduced_by=_culprit(experiment))
-    raise _error(report)
+    assert report.first is not None
+    where = None if report.introduced_by is None else f"introduced by {report.introduced_by}"
+    error = ParityError(describe(report.first), where=where)
+    error.report = report
+    raise error
 
 
 def measure(experiment: Experiment) -> ParityReport:
     """Runs one comparison and reports it, equal or not."""
-    found = run_on_ranks(train_both, experiment, functools.partial(_place, experiment), experiment.world_size)
-    return ParityReport(
-        title=_title(experiment), level=experiment.level.value, steps=experiment.steps, differences=tuple(found)
+    name = getattr(experiment.make_model, "__qualname__", type(experiment.make_model).__name__)
+    title = (
+        f"{name}: compiled (lower={experiment.lower}) against {experiment.reference.value}, "
+        f"{experiment.world_size} ranks on {experiment.device_type}, {experiment.level.value}"
     )
+    found = _on_ranks(train_both, experiment, experiment)
+    return ParityReport(title=title, level=experiment.level.value, steps=experiment.steps, differences=tuple(found))
 
 
-def _place(experiment: Experiment, rank: int, store: Path) -> Place:
-    return Place(rank, experiment.world_size, store, experiment.device_type, experiment.timeout_s)
+def _on_ranks(fn: Callable[[Any], Any], argument: Any, of: Experiment) -> Any:
+    """Calls `fn(argument)` on the ranks of an experiment."""
+    ranks, device = of.world_size, of.device_type
+    return run_on_ranks(fn, argument, lambda rank, store: Place(rank, ranks, store, device, of.timeout_s), ranks)
 
 
 def _culprit(experiment: Experiment) -> str:
@@ -149,24 +156,7 @@ def _culprit(experiment: Experiment) -> str:
         name: dataclasses.replace(experiment, options={**experiment.options, "stop_after": name})
         for name in [CAPTURE, *names[:-1]]
     }
-    place = functools.partial(_place, experiment)
-    return run_on_ranks(first_stop_that_differs, stopped, place, experiment.world_size) or names[-1]
-
-
-def _error(report: ParityReport) -> ParityError:
-    assert report.first is not None
-    where = None if report.introduced_by is None else f"introduced by {report.introduced_by}"
-    error = ParityError(describe(report.first), where=where)
-    error.report = report
-    return error
-
-
-def _title(experiment: Experiment) -> str:
-    name = getattr(experiment.make_model, "__qualname__", type(experiment.make_model).__name__)
-    return (
-        f"{name}: compiled (lower={experiment.lower}) against {experiment.reference.value}, "
-        f"{experiment.world_size} ranks on {experiment.device_type}, {experiment.level.value}"
-    )
+    return _on_ranks(first_stop_that_differs, stopped, experiment) or names[-1]
 
 
 def _member(kind: Any, value: Any, name: str) -> Any:

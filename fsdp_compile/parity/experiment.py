@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils._pytree import tree_map_only
 
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.parity.kinds import Accumulation, Level, Reference, check_counts
@@ -130,34 +132,16 @@ def split(batch: Any, parts: int) -> list[Any]:
     Raises:
         ConfigError: If the rows do not divide.
     """
-    if isinstance(batch, torch.Tensor) and batch.dim():
-        if batch.shape[0] % parts:
+
+    def rows(tensor: torch.Tensor, part: int) -> torch.Tensor:
+        if not tensor.dim():
+            return tensor
+        if tensor.shape[0] % parts:
             raise ConfigError(
-                f"{batch.shape[0]} rows of a batch do not divide into {parts} equal parts",
+                f"{tensor.shape[0]} rows of a batch do not divide into {parts} equal parts",
                 where="make_batch",
                 instead=f"a multiple of {parts} rows (ranks times micro-batches)",
             )
-        return list(batch.chunk(parts))
-    if isinstance(batch, Mapping):
-        columns = {key: split(value, parts) for key, value in batch.items()}
-        return [{key: column[i] for key, column in columns.items()} for i in range(parts)]
-    if isinstance(batch, tuple | list):
-        columns_of = [split(value, parts) for value in batch]
-        return [rebuilt(batch, (column[i] for column in columns_of)) for i in range(parts)]
-    return [batch] * parts
+        return tensor.chunk(parts)[part]
 
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    """A batch with its tensors on a device."""
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device)
-    if isinstance(batch, Mapping):
-        return {key: to_device(value, device) for key, value in batch.items()}
-    if isinstance(batch, tuple | list):
-        return rebuilt(batch, (to_device(value, device) for value in batch))
-    return batch
-
-
-def rebuilt(batch: tuple[Any, ...] | list[Any], values: Iterable[Any]) -> Any:
-    """Other values in a tuple or list of the same type; one with names takes each as an argument of its own."""
-    return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+    return [tree_map_only(torch.Tensor, functools.partial(rows, part=part), batch) for part in range(parts)]
