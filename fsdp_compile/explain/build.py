@@ -15,7 +15,6 @@ from fsdp_compile.cost.hardware import Device, Hardware, Link, Port, Quantity
 from fsdp_compile.cost.memory import Holder, Memory, memory_of_step
 from fsdp_compile.cost.sizes import result_bytes, tensors_of
 from fsdp_compile.cost.timeline import Schedule, Times, Transfer, schedule, waits_of
-from fsdp_compile.explain.lower_bound import lower_bound, outline
 from fsdp_compile.explain.plan import Plan
 from fsdp_compile.explain.report import (
     Allocation,
@@ -35,6 +34,7 @@ from fsdp_compile.explain.units import UnitData, reads_of, unit_plan, volume
 from fsdp_compile.fsdp2.module_class import user_class
 from fsdp_compile.ir.graph import Phase, Role, StepGraph, require, role_of
 from fsdp_compile.ir.queries import aliases, module_of, unit_of
+from fsdp_compile.planner.bound_of_graphs import lower_bound, outline
 
 _LARGEST: Final = 12
 """Pieces of memory that are listed of a peak."""
@@ -71,7 +71,7 @@ def build_plan(
             scheduled = schedule(step, hardware, kernels[step.graph])
             copies = tuple(copies_of(step, kernels[step.graph]))
             plan = dataclasses.replace(_Report(step, scheduled).plan(memory, titles), region=number, copies=copies)
-            made.append((plan, outline(step, scheduled.costs, hardware)))
+            made.append((plan, outline(step, scheduled.costs, memory, hardware)))
     forwards = [(plan, least) for plan, least in made if plan.phase is Phase.FORWARD]
     # Backward runs the regions in the opposite order.
     ordered = (*forwards, *reversed([(plan, least) for plan, least in made if plan.phase is Phase.BACKWARD]))
@@ -84,7 +84,7 @@ def build_plan(
         units=tuple(unit_plan(unit, read, training=len(graphs) > len(forwards)) for unit in units),
         graphs=tuple(graphs),
         volume=volume(graphs, units, read),
-        bound=lower_bound(graphs, outlines),
+        bound=lower_bound(outlines),
         skipped=tuple(skipped(model, units, graphs)),
         numbers=tuple(_numbers(hardware, [c for graph in graphs for c in graph.sent])),
     )

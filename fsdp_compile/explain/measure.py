@@ -146,19 +146,18 @@ def _of_the_first_rank(times: Callable[[], Times]) -> Times:
     """The times that the first rank finds, on every rank; or its error, since the others would wait forever."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return times()
-    box: list[tuple[Times, str]] = [({}, "")]
+    box: list[Times | str] = [""]
     failed: Exception | None = None
     if dist.get_rank() == 0:
         try:
-            box = [(times(), "")]
+            box = [times()]
         except Exception as error:
-            failed, box = error, [({}, f"{type(error).__name__}: {error}")]
+            failed, box = error, [f"{type(error).__name__}: {error}"]
     dist.broadcast_object_list(box, src=0)
-    found, what = box[0]
-    if what:
+    if isinstance(box[0], str):
         raise RankFailedError(
-            f"the first rank could not measure: {what}",
+            f"the first rank could not measure: {box[0]}",
             where="measured(plan)",
             instead="see that rank's error; a cache that it can write, operators that run on its device",
         ) from failed
-    return found
+    return box[0]

@@ -12,10 +12,11 @@ from fsdp_compile.cost.communicate import COPIES
 from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.explain.page import page, to_plain, trace_events
-from fsdp_compile.explain.report import GraphPlan, LowerBound, Number, Skipped, UnitPlan, Volume
+from fsdp_compile.explain.report import GraphPlan, Number, Skipped, UnitPlan, Volume
 from fsdp_compile.explain.scaling import Scaling
 from fsdp_compile.explain.tables import as_text, parts
 from fsdp_compile.ir.graph import Phase, StepGraph
+from fsdp_compile.planner.bound_of_graphs import LowerBound
 
 if TYPE_CHECKING:
     from fsdp_compile.explain.formulas import Formulas

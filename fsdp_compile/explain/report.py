@@ -243,22 +243,6 @@ class Number(Quantity):
 
 
 @dataclasses.dataclass(frozen=True)
-class LowerBound:
-    """What no schedule of the same graphs can beat in the memory of this one; see `planner/lower_bound.py`.
-
-    Attributes:
-        time_us: Of forward and backward.
-        sent_bytes: Of one rank.
-        room_bytes: The memory that is meant: most gathered parameters and full gradients at once, in the graphs that
-            hold less of them, forward or backward.
-    """
-
-    time_us: float
-    sent_bytes: float
-    room_bytes: int
-
-
-@dataclasses.dataclass(frozen=True)
 class Skipped:
     """Something that is not done, and why."""
 

@@ -30,7 +30,6 @@ class _Judge:
         moved: Largest change of each parameter so far, weighted by the relative bound of each step.
     """
 
-    experiment: Experiment
     extent: Extent | None
     linear: bool
     moved: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -40,40 +39,37 @@ class _Judge:
         gradients = [value for (quantity, _), value in theirs.items() if quantity is Quantity.GRADIENT]
         largest = max(map(magnitude, gradients), default=0.0)
         for key in {**ours, **theirs}:
-            found = compare(*key, step, ours.get(key), theirs.get(key))
-            yield self._bounded(found, self._gradient_bound(found, magnitude(theirs.get(key)), largest))
+            bound = 0.0
+            if self.extent is not None:
+                bound = magnitude(theirs.get(key)) * self.extent.path(step)
+                bound += 0.0 if key == LOSS else largest * self.extent.sum()
+            yield dataclasses.replace(compare(*key, step, ours.get(key), theirs.get(key)), bound=bound)
 
     def after_step(self, step: int, before: Tensors, ours: Tensors, theirs: Tensors) -> Iterator[Difference]:
         """Parameters, optimizer state and buffers after a step; `before` are the reference's before it."""
         states = any(quantity is Quantity.STATE for quantity, _ in theirs)
         for key in {**ours, **theirs}:
-            quantity, name = key
-            if quantity is Quantity.STATE and not states:
-                continue
-            now = theirs.get(key)
-            found = compare(*key, step, ours.get(key), now)
-            if quantity is Quantity.PARAMETER and now is not None and self.extent is not None:
-                way = magnitude(now - before[key]) if before.get(key) is not None else magnitude(now)  # type: ignore[operator]
-                # An optimizer that divides gradients by their size may take the full step in either direction: twice
-                # its length apart.
-                error = self.extent.path(step) + self.extent.sum() if self.linear else 2.0
-                self.moved[name] = self.moved.get(name, 0.0) + way * error
-                rounding = magnitude(now) * self.extent.sum()
-                yield self._bounded(found, self.moved[name] + rounding)
-            elif quantity is Quantity.STATE and self.linear and self.extent is not None:
-                yield self._bounded(found, magnitude(now) * (self.extent.path(step) + self.extent.sum()) * (step + 1))
-            else:
-                # Reported, not compared: no bound follows for the state of such an optimizer, or for buffers.
-                yield self._bounded(found, math.inf)
+            if states or key[0] is not Quantity.STATE:
+                found = compare(*key, step, ours.get(key), theirs.get(key))
+                yield dataclasses.replace(found, bound=self._bound(step, key, before.get(key), theirs.get(key)))
 
-    def _gradient_bound(self, found: Difference, scale: float, largest: float) -> float:
+    def _bound(
+        self, step: int, key: tuple[Quantity, str], before: torch.Tensor | None, now: torch.Tensor | None
+    ) -> float:
         if self.extent is None:
             return 0.0
-        bound = scale * self.extent.path(found.step)
-        return bound if found.quantity is Quantity.LOSS else bound + largest * self.extent.sum()
-
-    def _bounded(self, found: Difference, bound: float) -> Difference:
-        return dataclasses.replace(found, bound=0.0 if self.extent is None else bound)
+        quantity, name = key
+        error = self.extent.path(step) + self.extent.sum()
+        if quantity is Quantity.PARAMETER and now is not None:
+            way = magnitude(now if before is None else now - before)
+            # An optimizer that divides gradients by their size may take the full step in either direction: twice
+            # its length apart.
+            self.moved[name] = self.moved.get(name, 0.0) + way * (error if self.linear else 2.0)
+            return self.moved[name] + magnitude(now) * self.extent.sum()
+        if quantity is Quantity.STATE and self.linear:
+            return magnitude(now) * error * (step + 1)
+        # Reported, not compared: no bound follows for the state of such an optimizer, or for buffers.
+        return math.inf
 
 
 def train_both(experiment: Experiment) -> list[Difference]:
@@ -165,7 +161,7 @@ def _backward(experiment: Experiment, side: Side, batch: Any, step: int) -> tupl
 def _judge(experiment: Experiment, compiled: Side, reference: Side, batch: Any, depth: int) -> _Judge:
     linear = isinstance(reference.optimizer, torch.optim.SGD)
     if experiment.level is Level.BITWISE:
-        return _Judge(experiment, None, linear)
+        return _Judge(None, linear)
     given = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
     tensors = [*reference.named.values(), *given]
     longest = max((max(p.shape, default=1) for p in reference.named.values()), default=1)
@@ -182,7 +178,7 @@ def _judge(experiment: Experiment, compiled: Side, reference: Side, batch: Any, 
         elements=terms * 4 * experiment.steps * sum(p.numel() for p in reference.named.values()),
         dtype=max(dtypes or [torch.float32], key=lambda dtype: torch.finfo(dtype).eps),
     )
-    return _Judge(experiment, extent, linear)
+    return _Judge(extent, linear)
 
 
 def _all_losses(losses: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What no schedule of a model's graphs can beat in the memory of this one; see `planner/lower_bound.py`."""
+"""What no schedule of a model's graphs can beat in the memory of theirs: `lower_bound.py`, with numbers of graphs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from fsdp_compile.cost.communicate import communication
 from fsdp_compile.cost.compute import NodeCost
 from fsdp_compile.cost.formulas import share_of_others
 from fsdp_compile.cost.hardware import Hardware
-from fsdp_compile.cost.memory import Holder
+from fsdp_compile.cost.memory import Holder, Memory
 from fsdp_compile.cost.sizes import result_bytes
-from fsdp_compile.explain.report import GraphPlan, LowerBound
 from fsdp_compile.ir.graph import EXCHANGES, Phase, Role, StepGraph, require, role_of
 from fsdp_compile.ir.queries import upstream
 from fsdp_compile.layout.spec import UnshardSpec
@@ -26,13 +25,32 @@ _SCHEDULED = (Holder.UNSHARDED, Holder.GRADIENT)
 
 
 @dataclasses.dataclass(frozen=True)
+class LowerBound:
+    """What no schedule of the same graphs can beat in the memory of this one.
+
+    Attributes:
+        time_us: Of forward and backward.
+        sent_bytes: Of one rank.
+        room_bytes: The memory that is meant: most gathered parameters and full gradients at once, in the graphs that
+            hold less of them, forward or backward.
+    """
+
+    time_us: float
+    sent_bytes: float
+    room_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Outline:
     """One graph, with what it reads, makes and itself sends by the process group that connects the ranks.
 
     Attributes:
+        scheduled_bytes: Most gathered parameters and full gradients at once.
         rates: The most bytes that a group sends in a second.
     """
 
+    phase: Phase
+    scheduled_bytes: int
     part: Part
     reads: tuple[tuple[str, Read], ...]
     made: tuple[tuple[str, Made], ...]
@@ -49,7 +67,7 @@ class Outline:
         )
 
 
-def outline(step: StepGraph, costs: Mapping[fx.Node, NodeCost], hardware: Hardware) -> Outline:
+def outline(step: StepGraph, costs: Mapping[fx.Node, NodeCost], memory: Memory, hardware: Hardware) -> Outline:
     """Reads the numbers off a graph after the passes.
 
     Nodes of ours take no time, since another schedule may copy less; exchanges of rows count as bytes alone.
@@ -73,7 +91,8 @@ def outline(step: StepGraph, costs: Mapping[fx.Node, NodeCost], hardware: Hardwa
     made.sort(key=lambda of: max(of[1].nodes, default=0))
     sent = [communication(node, hardware) for node in step.nodes(*EXCHANGES)]
     sent_bytes = tuple((one.over, one.sent_bytes) for one in sent)
-    return Outline(Part(times_us, inputs), tuple(reads), tuple(made), sent_bytes, rates)
+    held = max(memory.live_bytes(_SCHEDULED))
+    return Outline(step.phase, held, Part(times_us, inputs), tuple(reads), tuple(made), sent_bytes, rates)
 
 
 def _read(node: fx.Node, value: int) -> Read:
@@ -107,29 +126,18 @@ def _made(start: fx.Node, order: Mapping[fx.Node, int], hardware: Hardware) -> t
     return sent.over, Made(tuple(sorted(order[node] for node in sources)), sent_bytes)
 
 
-def lower_bound(graphs: Sequence[GraphPlan], outlines: Sequence[Outline]) -> LowerBound:
+def lower_bound(outlines: Sequence[Outline]) -> LowerBound:
     """The least time and bytes of any schedule with no more gathered parameters and full gradients than this one.
 
     Args:
-        graphs: In the order in which they run.
-        outlines: Of the same graphs. Several groups send at once, and the slowest decides.
+        outlines: In the order in which graphs run. Several groups send at once, and the slowest decides.
     """
-    held = {phase: sum(_scheduled_bytes(g) for g in graphs if g.phase is phase) for phase in Phase}
-    room_bytes = min(held.values())
+    room_bytes = min(sum(of.scheduled_bytes for of in outlines if of.phase is phase) for phase in Phase)
     least_us, least_bytes = 0.0, 0.0
-    groups = {group for made in outlines for group, _ in (*made.reads, *made.made, *made.sent_bytes)}
+    groups = {group for of in outlines for group, _ in (*of.reads, *of.made, *of.sent_bytes)}
     for group in sorted(groups) or [""]:
-        forward, backward = (
-            tuple(made.on(group) for made, graph in zip(outlines, graphs, strict=True) if graph.phase is phase)
-            for phase in Phase
-        )
-        rate = max((made.rates.get(group, 0.0) for made in outlines), default=0.0) or math.inf
+        forward, backward = (tuple(of.on(group) for of in outlines if of.phase is phase) for phase in Phase)
+        rate = max((of.rates.get(group, 0.0) for of in outlines), default=0.0) or math.inf
         step = Step(forward, backward, room_bytes, rate / 1e6)
         least_us, least_bytes = max(least_us, step.least_us), least_bytes + step.least_bytes
     return LowerBound(time_us=least_us, sent_bytes=least_bytes, room_bytes=room_bytes)
-
-
-def _scheduled_bytes(graph: GraphPlan) -> int:
-    """Most gathered parameters and full gradients at once."""
-    live = [graph.memory.live_bytes[holder] for holder in _SCHEDULED if holder in graph.memory.live_bytes]
-    return max(map(sum, zip(*live, strict=True)), default=0)
