@@ -72,7 +72,7 @@ WARM_UP: Final = 1
 def median_us(run: Callable[[], object], device: torch.device, rounds: int) -> float:
     """Time in us of a run, all that it starts on the device included: the median out of so many."""
     samples = []
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda _: None
+    wait: Callable[[torch.device], object] = torch.cuda.synchronize if device.type == "cuda" else lambda _: None
     with torch.no_grad():
         for _ in range(WARM_UP + rounds):
             wait(device)

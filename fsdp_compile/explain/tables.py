@@ -55,7 +55,7 @@ class Table:
 
     title: str
     columns: tuple[str, ...]
-    rows: list[tuple[str, ...]]
+    rows: Sequence[tuple[str, ...]]
 
     def text(self) -> rich_table.Table:
         """The table for a console."""

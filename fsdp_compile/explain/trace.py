@@ -78,7 +78,8 @@ class TracedRegion(Region):
 
         def run(args: list[Any]) -> list[Any]:
             if phase is Phase.FORWARD:
-                given, claims = flat_inputs(args), {}
+                given = flat_inputs(args)
+                claims: dict[Claim, Claim] = {}
                 for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
                     if role_of(node) is Role.FLAT and position in given:
                         claims.update(zip(require(node).claims, given[position].claims, strict=True))

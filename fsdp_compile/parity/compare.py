@@ -21,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from enum import StrEnum
+from typing import Any
 
 import torch
 
@@ -140,7 +141,13 @@ def compare(
         known, far = theirs if theirs is not None else ours, math.inf
         if known is None:
             known, far = torch.empty(0), 0.0
-        place = {"quantity": quantity, "name": name, "step": step, "dtype": known.dtype, "numel": known.numel()}
+        place: dict[str, Any] = {
+            "quantity": quantity,
+            "name": name,
+            "step": step,
+            "dtype": known.dtype,
+            "numel": known.numel(),
+        }
         return Difference(**place, different=max(1, known.numel()) if far else 0, absolute=far, relative=far, ulps=far)
     different = int((_bits(ours) != _bits(theirs)).sum())
     absolute = _largest_difference(_numbers(ours), _numbers(theirs)) if different else 0.0

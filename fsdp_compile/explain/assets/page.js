@@ -161,7 +161,7 @@ function fillSummary() {
   byId("title").textContent = `${plan.title} on ${plan.world_size} ranks`;
   byId("setting").textContent = `${plan.hardware.device.name}, ${plan.links}; estimated from the graphs, nothing was run`;
   byId("cards").innerHTML = plan.summary.map(([name, value, more]) =>
-    `<div class="card"><b>${escapeHtml(value)}</b><span>${escapeHtml(name)}${escapeHtml(more).replace(/^ ?[=:,(]?/, c => c === ":" || c === "," ? c : " " + c.trim())}</span></div>`).join("");
+    `<div class="card"><b>${escapeHtml(value)}</b><span>${escapeHtml(name + more)}</span></div>`).join("");
   const key = (color, name) => `<span><i style="background:${color}"></i>${escapeHtml(name)}</span>`;
   const kinds = [...new Set(transfers.map(c => c.kind))];
   byId("lane-key").innerHTML = key("var(--compute)", "compute") + kinds.map(k => key(COLOR[k], k)).join("") + key("var(--stall)", "compute waits");
