@@ -19,9 +19,7 @@ from fsdp_compile.parity.experiment import (
     OptimizerFn,
     PrepareFn,
     Reference,
-    adamw,
     mean_loss,
-    sgd,
 )
 from fsdp_compile.parity.processes import Place, run_on_ranks
 from fsdp_compile.parity.report import ParityReport, describe
@@ -94,7 +92,6 @@ def check_parity(  # noqa: PLR0913  one call says everything about a comparison
         ConfigError: For a wrong argument, or a function that another process cannot import.
         RankFailedError: If a rank fails, with that rank's traceback.
     """
-    chosen: Level = _member(Level, level, "level")
     if prepare is not None and (mp_policy is not None or not reshard_after_forward or replicas != 1):
         raise ConfigError(
             "prepare shards the model, and mp_policy, reshard_after_forward and replicas say how it is sharded, too",
@@ -106,10 +103,10 @@ def check_parity(  # noqa: PLR0913  one call says everything about a comparison
         make_batch=make_batch,
         world_size=world_size,
         reference=_member(Reference, reference, "reference"),
-        level=chosen,
+        level=_member(Level, level, "level"),
         steps=steps,
         loss=loss,
-        optimizer=optimizer or (adamw if chosen is Level.BITWISE else sgd),
+        optimizer=optimizer,
         options=_checked(options),
         mp_policy=mp_policy or MixedPrecisionPolicy(),
         reshard_after_forward=reshard_after_forward,

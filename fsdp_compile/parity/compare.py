@@ -21,7 +21,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from enum import StrEnum
-from typing import Any
 
 import torch
 
@@ -141,28 +140,18 @@ def compare(
         known, far = theirs if theirs is not None else ours, math.inf
         if known is None:
             known, far = torch.empty(0), 0.0
-        place: dict[str, Any] = {
-            "quantity": quantity,
-            "name": name,
-            "step": step,
-            "dtype": known.dtype,
-            "numel": known.numel(),
-        }
-        return Difference(**place, different=max(1, known.numel()) if far else 0, absolute=far, relative=far, ulps=far)
+        return Difference(
+            quantity=quantity, name=name, step=step, dtype=known.dtype, numel=known.numel(), absolute=far,
+            different=max(1, known.numel()) if far else 0, relative=far, ulps=far,
+        )  # fmt: skip
     different = int((_bits(ours) != _bits(theirs)).sum())
     absolute = _largest_difference(_numbers(ours), _numbers(theirs)) if different else 0.0
     scale = magnitude(theirs)
     return Difference(
-        quantity=quantity,
-        name=name,
-        step=step,
-        dtype=theirs.dtype,
-        different=different,
-        numel=_real(theirs).numel(),
-        absolute=absolute,
-        relative=absolute / scale if scale else math.copysign(math.inf, 1) if absolute else 0.0,
+        quantity=quantity, name=name, step=step, dtype=theirs.dtype, numel=_real(theirs).numel(), absolute=absolute,
+        different=different, relative=absolute / scale if scale else math.inf if absolute else 0.0,
         ulps=absolute / last_place(scale, theirs.dtype),
-    )
+    )  # fmt: skip
 
 
 def magnitude(tensor: torch.Tensor | None) -> float:

@@ -20,67 +20,6 @@ OptimizerFn = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 PrepareFn = Callable[[nn.Module, Callable[..., nn.Module]], object]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Experiment:
-    """One comparison; see `check_parity` for the meaning of each field."""
-
-    make_model: Callable[[], nn.Module]
-    make_batch: Callable[[int], Any]
-    world_size: int
-    reference: Reference
-    level: Level
-    steps: int
-    loss: LossFn
-    optimizer: OptimizerFn
-    options: Mapping[str, Any]
-    mp_policy: MixedPrecisionPolicy
-    reshard_after_forward: bool
-    replicas: int
-    prepare: PrepareFn | None
-    micro_batches: int
-    seed: int
-    timeout_s: float
-    accumulation: Accumulation = Accumulation.REDUCE_EACH
-
-    def __post_init__(self) -> None:
-        check_counts(self.world_size, self.replicas, steps=self.steps, micro_batches=self.micro_batches)
-        if self.reference is Reference.DDP and self.mp_policy != MixedPrecisionPolicy():
-            raise ConfigError(
-                "DDP has no mixed precision of parameters",
-                where='check_parity(reference="ddp", mp_policy=...)',
-                instead='reference="single", "fsdp1" or "fsdp2"',
-            )
-        if self.reference is Reference.FSDP1 and self.mp_policy.output_dtype is not None:
-            raise ConfigError(
-                "FSDP1 does not cast outputs",
-                where='check_parity(reference="fsdp1", mp_policy=MixedPrecisionPolicy(output_dtype=...))',
-                instead='reference="single" or "fsdp2", or a cast in the model',
-            )
-        if self.reference is Reference.FSDP1 and self.prepare is not None:
-            raise ConfigError(
-                "FSDP1 is not prepared by calls of fully_shard",
-                where='check_parity(reference="fsdp1", prepare=...)',
-                instead='reference="fsdp2", or leave prepare out',
-            )
-
-    @property
-    def device_type(self) -> str:
-        """The kind of device of the ranks: "cuda" where each has a GPU of its own, else "cpu"."""
-        return "cuda" if torch.cuda.device_count() >= self.world_size else "cpu"
-
-    @property
-    def compile_options(self) -> dict[str, Any]:
-        """Options of the compiled side: for bitwise comparison with FSDP2, with reductions in its layout."""
-        beside_fsdp2 = self.level is Level.BITWISE and self.reference is Reference.FSDP2
-        chosen: dict[str, Any] = {"reduce_layout": "fsdp2"} if beside_fsdp2 else {}
-        return {**chosen, **self.options, "lower": self.lower}
-
-    @property
-    def lower(self) -> str:
-        """How the compiled graphs run."""
-        return self.options.get("lower", "eager" if self.level is Level.BITWISE else "inductor")
-
-
 def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """The default optimizer of bitwise comparisons: AdamW at a learning rate of 1e-3."""
     return torch.optim.AdamW(parameters, lr=1e-3)
@@ -145,3 +84,68 @@ def split(batch: Any, parts: int) -> list[Any]:
         return tensor.chunk(parts)[part]
 
     return [tree_map_only(torch.Tensor, functools.partial(rows, part=part), batch) for part in range(parts)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """One comparison; see `check_parity` for the meaning of each field."""
+
+    make_model: Callable[[], nn.Module]
+    make_batch: Callable[[int], Any]
+    world_size: int = 2
+    reference: Reference = Reference.FSDP2
+    level: Level = Level.BITWISE
+    steps: int = 3
+    loss: LossFn = mean_loss
+    optimizer: OptimizerFn | None = None
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy()  # noqa: RUF009  it is frozen
+    reshard_after_forward: bool = True
+    replicas: int = 1
+    prepare: PrepareFn | None = None
+    micro_batches: int = 1
+    accumulation: Accumulation = Accumulation.REDUCE_EACH
+    seed: int = 0
+    timeout_s: float = 300
+
+    def __post_init__(self) -> None:
+        check_counts(self.world_size, self.replicas, steps=self.steps, micro_batches=self.micro_batches)
+        if self.reference is Reference.DDP and self.mp_policy != MixedPrecisionPolicy():
+            raise ConfigError(
+                "DDP has no mixed precision of parameters",
+                where='check_parity(reference="ddp", mp_policy=...)',
+                instead='reference="single", "fsdp1" or "fsdp2"',
+            )
+        if self.reference is Reference.FSDP1 and self.mp_policy.output_dtype is not None:
+            raise ConfigError(
+                "FSDP1 does not cast outputs",
+                where='check_parity(reference="fsdp1", mp_policy=MixedPrecisionPolicy(output_dtype=...))',
+                instead='reference="single" or "fsdp2", or a cast in the model',
+            )
+        if self.reference is Reference.FSDP1 and self.prepare is not None:
+            raise ConfigError(
+                "FSDP1 is not prepared by calls of fully_shard",
+                where='check_parity(reference="fsdp1", prepare=...)',
+                instead='reference="fsdp2", or leave prepare out',
+            )
+
+    def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """The optimizer of a side, by default as the level needs it."""
+        return (self.optimizer or (adamw if self.level is Level.BITWISE else sgd))(parameters)
+
+    @property
+    def device_type(self) -> str:
+        """The kind of device of the ranks: "cuda" where each has a GPU of its own, else "cpu"."""
+        return "cuda" if torch.cuda.device_count() >= self.world_size else "cpu"
+
+    @property
+    def compile_options(self) -> dict[str, Any]:
+        """Options of the compiled side: for bitwise comparison with FSDP2, with reductions in its layout."""
+        beside_fsdp2 = self.level is Level.BITWISE and self.reference is Reference.FSDP2
+        chosen: dict[str, Any] = {"reduce_layout": "fsdp2"} if beside_fsdp2 else {}
+        return {**chosen, **self.options, "lower": self.lower}
+
+    @property
+    def lower(self) -> str:
+        """How the compiled graphs run."""
+        return self.options.get("lower", "eager" if self.level is Level.BITWISE else "inductor")

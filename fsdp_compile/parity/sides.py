@@ -52,7 +52,7 @@ class Side:
     def of(cls, experiment: Experiment, model: nn.Module, given: nn.Module, *, whole_batch: bool = False) -> Side:
         """A model with the optimizer of an experiment."""
         named = {_plain(name): parameter for name, parameter in given.named_parameters()}
-        optimizer = experiment.optimizer([p for p in named.values() if p.requires_grad])
+        optimizer = experiment.make_optimizer([p for p in named.values() if p.requires_grad])
         return cls(model, given, named, optimizer, whole_batch)
 
     @contextlib.contextmanager
