@@ -29,6 +29,22 @@ collectives = torch.ops._c10d_functional
 MB = 2**20
 
 
+def _graph(operator: torch._ops.OpOverload, *arguments: object) -> tuple[fx.Graph, list[fx.Node]]:
+    """Such a collective over 4 ranks, computing that does not need it, and the wait."""
+    with FakeTensorMode():
+        group = torch.distributed.group.WORLD
+        assert group is not None
+        graph = fx.Graph()
+        x = graph.placeholder("x")
+        x.meta["val"] = torch.empty(MB // 4)
+        own = graph.call_function(operator, (x, *arguments, group.group_name))  # type: ignore[arg-type]
+        own.meta["val"] = operator(x.meta["val"], *arguments, group.group_name)
+        computed = graph.call_function(torch.ops.aten.relu.default, (x,))
+        wait = graph.call_function(collectives.wait_tensor.default, (own,))
+        computed.meta["val"], wait.meta["val"] = x.meta["val"], own.meta["val"]
+    return graph, [own, computed, wait]
+
+
 @pytest.mark.parametrize(
     ("operator", "arguments", "sent_bytes"),
     [
@@ -42,14 +58,8 @@ def test_time_of_a_collective(
     operator: torch._ops.OpOverload, arguments: tuple[object, ...], sent_bytes: float, per_host: int, rate: float
 ) -> None:
     there = hardware("h100-sxm", ranks_per_host=per_host)
-    with fake_world(4), FakeTensorMode():
-        group = torch.distributed.group.WORLD
-        assert group is not None
-        graph = fx.Graph()
-        x = graph.placeholder("x")
-        x.meta["val"] = torch.empty(MB // 4)
-        node = graph.call_function(operator, (x, *arguments, group.group_name))  # type: ignore[arg-type]
-        node.meta["val"] = operator(x.meta["val"], *arguments, group.group_name)
+    with fake_world(4):
+        _, (node, *_) = _graph(operator, *arguments)
         assert is_own(node)
         sent = own_communication(node, there)
         assert sent.sent_bytes == sent_bytes
@@ -107,17 +117,8 @@ def test_groups_on_one_link_share_its_time() -> None:
 
 def test_the_planner_counts_what_nothing_hides_of_them() -> None:
     there = hardware("h100-sxm", ranks_per_host=4)
-    with fake_world(4), FakeTensorMode():
-        group = torch.distributed.group.WORLD
-        assert group is not None
-        graph = fx.Graph()
-        x = graph.placeholder("x")
-        x.meta["val"] = torch.empty(MB // 4)
-        nodes = [graph.call_function(collectives.all_reduce.default, (x, "sum", group.group_name))]
-        nodes.append(graph.call_function(torch.ops.aten.relu.default, (x,)))
-        nodes.append(graph.call_function(collectives.wait_tensor.default, (nodes[0],)))
-        for node in nodes:
-            node.meta["val"] = x.meta["val"]
+    with fake_world(4):
+        graph, nodes = _graph(collectives.all_reduce.default, "sum")
         sent = own_communication(nodes[0], there)
         took = times_us(graph, there, plan_kernels(graph, Fusion.NONE))
     start, computed, wait = (took[node] for node in nodes)
