@@ -42,6 +42,6 @@ def timed_passes() -> Iterator[list[PassTime]]:
         return transformed
 
     # By name: the package's attribute `explain` is the function.
-    backend, trace = (importlib.import_module(f"fsdp_compile.{name}") for name in ("backend", "explain.trace.trace"))
+    backend, trace = (importlib.import_module(f"fsdp_compile.{name}") for name in ("backend", "explain.trace"))
     with mock.patch.object(backend, "transform", timed), mock.patch.object(trace, "transform", timed):
         yield times

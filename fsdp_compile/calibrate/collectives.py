@@ -14,7 +14,7 @@ from fsdp_compile.comm.groups import GroupRole, alias_of, default_mesh, mesh_of_
 from fsdp_compile.cost.calibrated import KINDS
 from fsdp_compile.cost.formulas import share_of_others
 from fsdp_compile.cost.links import MeasuredCollective
-from fsdp_compile.explain.timed import WARM_UP, median_us
+from fsdp_compile.explain.measure import WARM_UP, median_us
 from fsdp_compile.layout.hosts import GroupRanks, ranks_per_host
 
 Agree = Callable[[float], float]

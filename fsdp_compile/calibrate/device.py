@@ -11,7 +11,7 @@ import torch
 from fsdp_compile.calibrate.collectives import ROUNDS, Agree
 from fsdp_compile.cost.calibrated import TF32
 from fsdp_compile.cost.devices import DEVICES, device_reported_as
-from fsdp_compile.explain.timed import median_us
+from fsdp_compile.explain.measure import median_us
 
 _LARGEST: Final = {"cpu": 1024, "cuda": 8192}
 """Rows and columns of the largest factors."""

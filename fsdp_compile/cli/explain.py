@@ -192,7 +192,7 @@ def _show(plan: Plan, arguments: argparse.Namespace) -> None:
     elif sys.stdout.isatty():
         from rich.console import Console
 
-        from fsdp_compile.explain.show.tables import parts
+        from fsdp_compile.explain.tables import parts
 
         console = Console(highlight=False)
         for part in parts(plan):

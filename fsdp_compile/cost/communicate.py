@@ -1,17 +1,26 @@
-"""Size, volume and time of each collective in a graph, and of each copy between host and device."""
+"""Size, volume and time of each collective in a graph, and of each copy between host and device.
+
+Collectives of ours, and those that a program has of its own, as tensor and expert parallelism: these have a lane of
+their group, on its link.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+from operator import getitem
+from typing import Any
 
+import torch.distributed as dist
 from torch import fx
 
+from fsdp_compile._torch.distributed import collectives, resolve_group
 from fsdp_compile.cost.formulas import copy_us, share_of_others
 from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.cost.links import Link
 from fsdp_compile.cost.sizes import result_bytes, tensor_bytes, tensors_of
-from fsdp_compile.ir.graph import Role, require, role_of
+from fsdp_compile.ir.graph import Role, record_of, require, role_of
+from fsdp_compile.layout.hosts import GroupRanks
 from fsdp_compile.layout.spec import UnshardSpec
 from fsdp_compile.ops.embedding import AVERAGE_ROWS, LOOK_UP, REDUCE_ROWS
 
@@ -48,23 +57,24 @@ class Communication:
 
     Attributes:
         group: Alias of the process group; of a copy, the direction on the bus.
-        link: Alias of the group whose ranks it connects.
-        sent_on: Name of the hardware's link, or bus.
+        over: Alias of the group whose ranks it connects, which has the same link whatever `group` sends on it.
+        link: Name of the hardware's link, or bus.
         bytes_per_s: What a rank sends on it in a large message.
-        size_bytes: Bytes of the whole: of the gathered messages, or of those before the reduction.
+        ranks: Size of the group; of a copy, 1.
+        size_bytes: Bytes of the whole, padding included: of the gathered messages, or of those before the reduction.
         sent_bytes: Bytes that each rank sends to others.
-        time_us: Time on the link, or on the bus, when nothing else uses it.
+        alone_us: Time on the link, or on the bus, when nothing else uses it.
     """
 
     kind: Kind
     group: str
+    over: str = dataclasses.field(repr=False)
     link: str
-    sent_on: str
     bytes_per_s: float
     ranks: int
     size_bytes: int
     sent_bytes: float
-    time_us: float
+    alone_us: float
 
 
 def is_start(node: fx.Node) -> bool:
@@ -82,9 +92,20 @@ def transfer_of(node: fx.Node, hardware: Hardware) -> Communication:
 def copy_of(node: fx.Node, bus: Link) -> Communication:
     """The copy between host and device that a node starts."""
     kind = _KINDS[require(node).role]
-    size_bytes = sum(map(tensor_bytes, tensors_of(node)))
+    size_bytes = result_bytes(node)
     time_us = copy_us(size_bytes, launch_us=bus.launch.value, bytes_per_s=bus.bytes_per_s)
     return Communication(kind, kind.value, kind.value, bus.name, bus.bytes_per_s, 1, size_bytes, 0.0, time_us)
+
+
+def _over(
+    ranks: GroupRanks, hardware: Hardware, kind: Kind, size_bytes: int, *, group: str, over: str = ""
+) -> Communication:
+    """A collective of a kind over some ranks."""
+    # An all-reduce is a reduce-scatter and an all-gather.
+    sent_bytes = size_bytes * share_of_others(ranks.size) * (2 if kind is Kind.REPLICATE else 1)
+    alone_us = hardware.collective_us(kind.value, sent_bytes, ranks)
+    link, rate = hardware.link_of(ranks).name, hardware.bytes_per_s(ranks)
+    return Communication(kind, group, over or group, link, rate, ranks.size, size_bytes, sent_bytes, alone_us)
 
 
 def communication(node: fx.Node, hardware: Hardware) -> Communication:
@@ -94,24 +115,15 @@ def communication(node: fx.Node, hardware: Hardware) -> Communication:
     if kind is Kind.EXCHANGE:
         return exchange(node, spec, hardware)
     sent_over_replicas = kind is Kind.REPLICATE
-    ranks, group = (
-        (spec.replicate_ranks, spec.replicate_group) if sent_over_replicas else (spec.shard_ranks, spec.group)
-    )
+    ranks, over = (spec.replicate_ranks, spec.replicate_group) if sent_over_replicas else (spec.shard_ranks, spec.group)
     if spec.post_forward_size > 1 and node.args[-1] == spec.post_forward_group:
-        ranks, group = spec.post_forward_ranks, spec.post_forward_group
+        ranks, over = spec.post_forward_ranks, spec.post_forward_group
     # Reduce-scatters may have a process group of their own, over the same ranks and link as all-gathers.
-    link_of = group
-    if kind is Kind.REDUCE:
-        group = spec.scatter_group
-    sources = [node] if kind is Kind.GATHER else node.all_input_nodes
-    size_bytes = sum(tensor_bytes(t) for source in sources for t in tensors_of(source))
-    # An all-reduce is a reduce-scatter and an all-gather.
-    sent_bytes = size_bytes * share_of_others(ranks.size) * (2 if sent_over_replicas else 1)
-    link = hardware.link_of(ranks)
-    time_us = hardware.collective_us(kind.value, sent_bytes, ranks)
-    time_us += link.message.value * (len(tensors_of(node)) - 1)
-    rate = hardware.bytes_per_s(ranks)
-    return Communication(kind, group, link_of, link.name, rate, ranks.size, size_bytes, sent_bytes, time_us)
+    group = spec.scatter_group if kind is Kind.REDUCE else over
+    size_bytes = sum(map(result_bytes, [node] if kind is Kind.GATHER else node.all_input_nodes))
+    sent = _over(ranks, hardware, kind, size_bytes, group=group, over=over)
+    messages_us = hardware.link_of(ranks).message.value * (len(tensors_of(node)) - 1)
+    return dataclasses.replace(sent, alone_us=sent.alone_us + messages_us)
 
 
 EXCHANGED = (LOOK_UP, REDUCE_ROWS, AVERAGE_ROWS)
@@ -127,10 +139,49 @@ def exchange(node: fx.Node, spec: UnshardSpec, hardware: Hardware) -> Communicat
     assert isinstance(ids, fx.Node)
     # An id is an int64.
     size_bytes = result_bytes(rows) + sum(8 * tensor_bytes(t) // t.element_size() for t in tensors_of(ids))
-    sent_bytes = size_bytes * share_of_others(spec.size)
-    ranks = spec.shard_ranks
-    time_us = hardware.collective_us(Kind.EXCHANGE.value, sent_bytes, ranks)
+    sent = _over(spec.shard_ranks, hardware, Kind.EXCHANGE, size_bytes, group=spec.group)
     # The rounds before the rows send next to nothing: latency alone.
-    time_us += (ROUNDS - 1) * hardware.collective_us(Kind.EXCHANGE.value, 0, ranks)
-    link, rate, alias = hardware.link_of(ranks), hardware.bytes_per_s(ranks), spec.group
-    return Communication(Kind.EXCHANGE, alias, alias, link.name, rate, ranks.size, size_bytes, sent_bytes, time_us)
+    rounds_us = (ROUNDS - 1) * hardware.collective_us(Kind.EXCHANGE.value, 0, spec.shard_ranks)
+    return dataclasses.replace(sent, alone_us=sent.alone_us + rounds_us)
+
+
+_OWN_KINDS: dict[Any, Kind] = {
+    collectives.all_gather_into_tensor.default: Kind.GATHER,
+    collectives.all_gather_into_tensor_coalesced.default: Kind.GATHER,
+    collectives.reduce_scatter_tensor.default: Kind.REDUCE,
+    collectives.reduce_scatter_tensor_coalesced.default: Kind.REDUCE,
+    collectives.all_reduce.default: Kind.REPLICATE,
+    collectives.all_reduce_coalesced.default: Kind.REPLICATE,
+    collectives.all_to_all_single.default: Kind.ALL_TO_ALL,
+}
+_MESH = "mesh_"
+"""How torch begins the description of a mesh dimension's group."""
+
+
+def is_own(node: fx.Node) -> bool:
+    """Whether a node starts a collective of the program's own."""
+    return node.target in _OWN_KINDS and record_of(node) is None
+
+
+def own_start_of(node: fx.Node) -> fx.Node | None:
+    """The collective of the program's own that a node waits for; `None` for any other node."""
+    if node.target is not collectives.wait_tensor.default:
+        return None
+    source = node.args[0]
+    if isinstance(source, fx.Node) and source.target is getitem:
+        source = source.args[0]
+    return source if isinstance(source, fx.Node) and is_own(source) else None
+
+
+def own_communication(node: fx.Node, hardware: Hardware) -> Communication:
+    """Size, volume, link and time of such a collective; a group of one rank, or one that is gone, takes no time."""
+    name = str(node.args[-1])
+    group = resolve_group(name)
+    ranks = GroupRanks(1) if group is None else GroupRanks.of(dist.get_process_group_ranks(group))
+    said = "" if group is None else group.group_desc
+    lane = said.removeprefix(_MESH) if said.startswith(_MESH) else f"group {name}"
+    kind = _OWN_KINDS[node.target]
+    # Of all that is gathered or sent, a rank sends all but its part.
+    whole = result_bytes(node) if kind is Kind.GATHER else sum(map(result_bytes, node.all_input_nodes))
+    sent = _over(ranks, hardware, kind, whole, group=lane)
+    return sent if ranks.size > 1 else dataclasses.replace(sent, alone_us=0.0)

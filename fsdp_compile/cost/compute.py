@@ -12,11 +12,11 @@ from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from fsdp_compile.cost.communicate import is_own
 from fsdp_compile.cost.devices import Device
 from fsdp_compile.cost.formulas import maximum, minimum, roofline_us
 from fsdp_compile.cost.fusion import Kernels, is_fusible, launches_nothing, shares_memory
 from fsdp_compile.cost.hardware import Hardware
-from fsdp_compile.cost.own_collectives import is_own
 from fsdp_compile.cost.sizes import NUMBERS, Sizes, concrete, tensors_of
 from fsdp_compile.ir.graph import record_of
 

@@ -15,11 +15,19 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 
 from torch import fx
 
-from fsdp_compile.cost.communicate import COPIES, Communication, Kind, is_start, transfer_of
+from fsdp_compile.cost.communicate import (
+    COPIES,
+    Communication,
+    Kind,
+    is_own,
+    is_start,
+    own_communication,
+    own_start_of,
+    transfer_of,
+)
 from fsdp_compile.cost.compute import NodeCost, node_costs
 from fsdp_compile.cost.fusion import Kernels
 from fsdp_compile.cost.hardware import Hardware
-from fsdp_compile.cost.own_collectives import is_own, own_communication, own_start_of
 from fsdp_compile.ir.graph import Role, StepGraph, role_of
 
 
@@ -106,6 +114,11 @@ class Start:
     time_us: float
     link: str = ""
 
+    @property
+    def sent_on(self) -> str:
+        """The link that it is sent on: the lane itself, where that has a link of its own."""
+        return self.link or self.lane
+
 
 @dataclasses.dataclass(frozen=True)
 class Wait:
@@ -119,11 +132,10 @@ Event = Compute | Start | Wait
 
 
 @dataclasses.dataclass(frozen=True)
-class Transfer:
-    """One collective in time, in us from the start of the schedule.
+class Times:
+    """When a collective runs, in us from the start of the schedule.
 
     Attributes:
-        time_us: How long it takes when it has the link for itself.
         issued_us: When compute reached its start.
         begin_us: When the lane was free for it.
         waited_us: When compute first reached a wait for it; `None` if nothing waits.
@@ -131,9 +143,6 @@ class Transfer:
         computed_us: Time that compute spent computing between start and first wait.
     """
 
-    lane: str
-    link: str
-    time_us: float
     issued_us: float
     begin_us: float
     end_us: float
@@ -145,6 +154,13 @@ class Transfer:
     def queued_us(self) -> float:
         """Time behind other collectives of the lane."""
         return self.begin_us - self.issued_us
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfer(Times):
+    """One collective in time, and what was started: its lane, its link, and its time with the link for itself."""
+
+    started: Start
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +183,8 @@ class Timeline:
         """Time that each link was busy."""
         busy: dict[str, float] = {}
         for transfer in self.transfers.values():
-            busy[transfer.link] = busy.get(transfer.link, 0.0) + transfer.time_us
+            link = transfer.started.sent_on
+            busy[link] = busy.get(link, 0.0) + transfer.started.time_us
         return busy
 
 
@@ -188,24 +205,21 @@ def simulate(events: Iterable[Event]) -> Timeline:
                 now += event.time_us
                 computed += event.time_us
             case Start():
-                links.setdefault(event.link or event.lane, SharedLink()).start(
-                    event.key, event.lane, event.time_us, now
-                )
+                links.setdefault(event.sent_on, SharedLink()).start(event.key, event.lane, event.time_us, now)
                 computed_at[event.key] = computed
                 started[event.key] = (event, now)
             case Wait():
                 start, _ = started[event.start]
-                _, end_us = links[start.link or start.lane].span_us(event.start, now)
+                _, end_us = links[start.sent_on].span_us(event.start, now)
                 waited.setdefault(event.start, (now, computed - computed_at[event.start]))
                 stood[event.start] = stood.get(event.start, 0.0) + max(0.0, end_us - now)
                 now = max(now, end_us)
     transfers: dict[Hashable, Transfer] = {}
     for key, (start, issued_us) in started.items():
-        sent_on = start.link or start.lane
-        begin_us, end_us = links[sent_on].span_us(key, now)
+        begin_us, end_us = links[start.sent_on].span_us(key, now)
         waited_us, between_us = waited.get(key, (None, 0.0))
         transfers[key] = Transfer(
-            start.lane, sent_on, start.time_us, issued_us, begin_us, end_us, waited_us, stood.get(key, 0.0), between_us
+            issued_us, begin_us, end_us, waited_us, stood.get(key, 0.0), between_us, started=start
         )
     return Timeline(reached, transfers, computed, now, max([now, *(t.end_us for t in transfers.values())]))
 
@@ -252,7 +266,7 @@ def times_us(graph: fx.Graph, hardware: Hardware, kernels: Kernels) -> dict[fx.N
     for node in graph.nodes:
         if is_own(node):
             sent = own_communication(node, hardware)
-            events.append(Start(node, sent.group, sent.time_us, sent.sent_on))
+            events.append(Start(node, sent.group, sent.alone_us, sent.link))
         elif (start := own_start_of(node)) is not None:
             events.append(Wait(node, start))
         else:
@@ -270,8 +284,8 @@ def _events(
         if node in communications:
             started = communications[node]
             # Copies in both directions pass each other on the bus.
-            link = started.link if started.kind in COPIES else started.sent_on
-            yield Start(node, started.group, started.time_us, link)
+            link = started.group if started.kind in COPIES else started.link
+            yield Start(node, started.group, started.alone_us, link)
             # An exchange has no wait of its own: it blocks compute until it is done.
             if started.kind is Kind.EXCHANGE:
                 yield Wait((node, "done"), node)

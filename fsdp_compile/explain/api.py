@@ -11,16 +11,13 @@ from torch import nn
 from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.cost.hardware import hardware as named_hardware
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.explain.build.plan import build_plan
-from fsdp_compile.explain.build.skipped import not_in_graphs
+from fsdp_compile.explain.build import build_plan
+from fsdp_compile.explain.open_sizes import Dims, open_inputs
 from fsdp_compile.explain.plan import Plan
-from fsdp_compile.explain.plan_data import Traced, TracedGraphs
-from fsdp_compile.explain.scale.rescale import Setting, plan_at, plan_of
-from fsdp_compile.explain.trace.dims import Dims, open_inputs
-from fsdp_compile.explain.trace.generators import generators_restored
-from fsdp_compile.explain.trace.stand_in import shard_stand_in, stand_in
-from fsdp_compile.explain.trace.trace import trace
-from fsdp_compile.explain.trace.world import planning_mesh, planning_world
+from fsdp_compile.explain.rescale import Traced
+from fsdp_compile.explain.skipped import not_in_graphs
+from fsdp_compile.explain.stand_in import planning_mesh, planning_world, shard_stand_in, stand_in
+from fsdp_compile.explain.trace import trace
 from fsdp_compile.explain.units import units_of
 from fsdp_compile.fsdp2.module_class import user_class
 from fsdp_compile.fsdp2.take_over import model_of, sharded_root
@@ -67,7 +64,13 @@ def explain(
             instead="the model, or what torch.compile(model) returned",
         )
     plain = getattr(model, "_orig_mod", model)
-    estimated_for = _one_of(hardware, checked.planned_for) or named_hardware()
+    if hardware is not None and checked.planned_for not in (None, hardware):
+        raise ConfigError(
+            "two machines are given: one to plan for, and another to estimate times of",
+            where="explain(hardware=..., options={'hardware': ...})",
+            instead="one of the two",
+        )
+    estimated_for = hardware or checked.planned_for or named_hardware()
     if sharded_root(plain) is not None:
         if args or kwargs or options is not None or dims:
             raise ConfigError(
@@ -79,36 +82,15 @@ def explain(
     if checked.prefetch == "auto":
         checked = dataclasses.replace(checked, hardware=checked.planned_for or estimated_for)
     inputs = open_inputs(plain, args, kwargs, dims or {})
-    with generators_restored(), planning_world(world_size) as ranks:
+    with planning_world(world_size) as ranks:
         copied = stand_in(plain)
         sharding = {"mesh": planning_mesh(checked.sharding_strategy), **checked.sharding}
         sharded = shard_stand_in(copied, **sharding)
         regions = trace(copied, inputs, checked)
-        traced = Traced(
-            model=copied,
-            units=units_of(sharded),
-            regions=tuple(
-                TracedGraphs(tuple(region.captured), region.sizes(), region.whole, region.recomputed)
-                for region in regions
-            ),
-            world_size=ranks,
-            options=checked,
-            fusion=FUSION[checked.lower],
-        )
-        setting = Setting(ranks, inputs.sizes, estimated_for)
+        traced = Traced(copied, units_of(sharded), tuple(regions), ranks, checked, FUSION[checked.lower])
         if inputs.sizes:
-            return Plan.of(plan_at(traced, setting))
-        return Plan.of(plan_of(traced, traced.units, [region.steps for region in regions], setting))
-
-
-def _one_of(hardware: Hardware | None, in_options: Hardware | None) -> Hardware | None:
-    if hardware is not None and in_options not in (None, hardware):
-        raise ConfigError(
-            "two machines are given: one to plan for, and another to estimate times of",
-            where="explain(hardware=..., options={'hardware': ...})",
-            instead="one of the two",
-        )
-    return hardware or in_options
+            return traced.planned(ranks, inputs.sizes, estimated_for)
+        return traced.plan([region.steps for region in regions], traced.units, ranks, {}, estimated_for)
 
 
 def _as_it_ran(model: nn.Module, world_size: int | None, hardware: Hardware) -> Plan:
@@ -132,4 +114,4 @@ def _as_it_ran(model: nn.Module, world_size: int | None, hardware: Hardware) -> 
     fusion = FUSION[regions[0].lower]
     steps = [region.steps for region in regions]
     plan = build_plan(model, made, steps, world_size=ranks, hardware=hardware, fusion=fusion)
-    return Plan.of(dataclasses.replace(plan, skipped=(*not_in_graphs(taken.units), *plan.skipped)))
+    return dataclasses.replace(plan, skipped=(*not_in_graphs(taken.units), *plan.skipped))

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import statistics
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -23,15 +25,14 @@ from fsdp_compile.cost.fusion import plan_kernels
 from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.cost.sizes import concrete, tensor_bytes
 from fsdp_compile.errors import ConfigError, RankFailedError
-from fsdp_compile.explain.plan_data import PlanData
-from fsdp_compile.explain.timed import median_us as _median_us
+from fsdp_compile.explain.plan import Plan
 
 Times = Mapping[str, float]
 """Times in us by `signature_of`."""
 
 
 def measured(
-    plan: PlanData, *, cache: str | Path | None = None, device: str | torch.device = "cpu", rounds: int = 5
+    plan: Plan, *, cache: str | Path | None = None, device: str | torch.device = "cpu", rounds: int = 5
 ) -> Hardware:
     """The hardware of a plan, with measured times for its matmuls, attentions and all that is a kernel by itself.
 
@@ -47,13 +48,13 @@ def measured(
     Raises:
         ConfigError: If the plan is of a model that has run, or the cache is damaged.
     """
-    if plan.traced is None:
-        raise ConfigError(
-            "the plan is of a model that has run, and has no graphs to measure",
-            where="measured(plan)",
-            instead="measured(explain(model, ...)) with the plain model",
-        )
-    nodes = _nodes(plan)
+    nodes: dict[str, fx.Node] = {}  # one for each operator that can be measured by itself
+    fusion = plan.origin("measured(plan)").fusion
+    for step in (step for steps in plan.steps for step in steps):
+        kernels = plan_kernels(step.graph, fusion)
+        for node in step.graph.nodes:
+            if runs_alone(node, kernels) and is_measurable(node):
+                nodes.setdefault(signature_of(node), node)
 
     def times() -> Times:
         if cache is None:
@@ -64,23 +65,30 @@ def measured(
     return dataclasses.replace(plan.hardware, device=dataclasses.replace(plan.hardware.device, measured=known))
 
 
-def _nodes(plan: PlanData) -> dict[str, fx.Node]:
-    """One node for each operator that can be measured by itself."""
-    assert plan.traced is not None
-    found: dict[str, fx.Node] = {}
-    for step in (step for steps in plan.steps for step in steps):
-        kernels = plan_kernels(step.graph, plan.traced.fusion)
-        for node in step.graph.nodes:
-            if runs_alone(node, kernels) and is_measurable(node):
-                found.setdefault(signature_of(node), node)
-    return found
+WARM_UP: Final = 1
+"""Runs that are not counted: the first one may pick a kernel or allocate memory."""
+
+
+def median_us(run: Callable[[], object], device: torch.device, rounds: int) -> float:
+    """Time in us of a run, all that it starts on the device included: the median out of so many."""
+    samples = []
+    wait: Callable[[torch.device], object] = torch.cuda.synchronize if device.type == "cuda" else lambda _: None
+    with torch.no_grad():
+        for _ in range(WARM_UP + rounds):
+            wait(device)
+            start_s = time.perf_counter()
+            run()
+            wait(device)
+            samples.append((time.perf_counter() - start_s) * 1e6)
+    return statistics.median(samples[WARM_UP:])
 
 
 def _cached(nodes: Mapping[str, fx.Node], path: Path, device: torch.device, rounds: int) -> Times:
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{path}.lock"):
         every = _read(path) if path.exists() else {}
-        known = every.setdefault(_setting(device), {})
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
+        known = every.setdefault(f"{device.type}, {name}, torch {torch.__version__}", {})
         missing = {signature: node for signature, node in nodes.items() if signature not in known}
         if missing:
             known.update(_measured(missing, device, rounds))
@@ -103,18 +111,12 @@ def _read(path: Path) -> dict[str, dict[str, float]]:
         ) from error
 
 
-def _setting(device: torch.device) -> str:
-    """The device, torch version and so on that times are valid for."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
-    return f"{device.type}, {name}, torch {torch.__version__}"
-
-
 def _measured(nodes: Mapping[str, fx.Node], device: torch.device, rounds: int) -> Times:
     found = {}
     for signature, node in nodes.items():
         # An operator that refuses made-up values, or does not exist on the device, keeps its roofline.
         try:
-            found[signature] = _median_us(_runnable(node, device), device, rounds)
+            found[signature] = median_us(_runnable(node, device), device, rounds)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, IndexError, ValueError, TypeError):
@@ -144,19 +146,18 @@ def _of_the_first_rank(times: Callable[[], Times]) -> Times:
     """The times that the first rank finds, on every rank; or its error, since the others would wait forever."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return times()
-    box: list[tuple[Times, str]] = [({}, "")]
+    box: list[Times | str] = [""]
     failed: Exception | None = None
     if dist.get_rank() == 0:
         try:
-            box = [(times(), "")]
+            box = [times()]
         except Exception as error:
-            failed, box = error, [({}, f"{type(error).__name__}: {error}")]
+            failed, box = error, [f"{type(error).__name__}: {error}"]
     dist.broadcast_object_list(box, src=0)
-    found, what = box[0]
-    if what:
+    if isinstance(box[0], str):
         raise RankFailedError(
-            f"the first rank could not measure: {what}",
+            f"the first rank could not measure: {box[0]}",
             where="measured(plan)",
             instead="see that rank's error; a cache that it can write, operators that run on its device",
         ) from failed
-    return found
+    return box[0]

@@ -4,27 +4,120 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from fsdp_compile.explain.plan_data import PlanData
-from fsdp_compile.explain.scale.rescale import rescaled
-from fsdp_compile.explain.scale.scaling import Scaling, scaling
-from fsdp_compile.explain.scale.symbolic import Formulas, formulas
-from fsdp_compile.explain.show.page import page, to_plain
-from fsdp_compile.explain.show.tables import render
-from fsdp_compile.explain.show.trace_events import trace_events
+from fsdp_compile.cost.communicate import COPIES
+from fsdp_compile.cost.hardware import Hardware
+from fsdp_compile.errors import ConfigError
+from fsdp_compile.explain.page import page, to_plain, trace_events
+from fsdp_compile.explain.report import GraphPlan, Number, Skipped, UnitPlan, Volume
+from fsdp_compile.explain.scaling import Scaling
+from fsdp_compile.explain.tables import as_text, parts
+from fsdp_compile.ir.graph import Phase, StepGraph
+from fsdp_compile.planner.bound_of_graphs import LowerBound
+
+if TYPE_CHECKING:
+    from fsdp_compile.explain.formulas import Formulas
+    from fsdp_compile.explain.rescale import Traced
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan(PlanData):
-    """What the passes make of a model; `print` it, save it as a page or a trace, or read it as data."""
+class Plan:
+    """What the passes make of a model; `print` it, save it as a page or a trace, or read it as data.
 
-    @classmethod
-    def of(cls, data: PlanData) -> Plan:
-        """Adds the methods of a plan to data."""
-        return cls(**vars(data))
+    Attributes:
+        units: All units, in registration order.
+        graphs: In the order in which they run: forwards, then backwards.
+        volume: Communication of one step.
+        bound: What no schedule can beat in the same memory.
+        skipped: What is not done, and why.
+        numbers: What times were estimated with, and where each number comes from.
+        sizes: Of the dimensions that were open when the model was traced, by name.
+        traced: The graphs before the passes, for `at`; `None` for a model that has run.
+        steps: For each region the graphs after the passes, for `formulas`; none for a model that has run.
+    """
+
+    title: str
+    world_size: int
+    hardware: Hardware
+    units: tuple[UnitPlan, ...]
+    graphs: tuple[GraphPlan, ...]
+    volume: Volume
+    bound: LowerBound
+    skipped: tuple[Skipped, ...]
+    numbers: tuple[Number, ...]
+    sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    traced: Traced | None = dataclasses.field(default=None, repr=False, compare=False)
+    steps: tuple[tuple[StepGraph, ...], ...] = dataclasses.field(default=(), repr=False, compare=False)
+    derived: ClassVar = ("step_us", "busy_us", "peak_bytes", "host_bytes", "links", "lanes")
+
+    @property
+    def forward(self) -> tuple[GraphPlan, ...]:
+        """Forward graphs; more than one after graph breaks."""
+        return tuple(graph for graph in self.graphs if graph.phase is Phase.FORWARD)
+
+    @property
+    def backward(self) -> tuple[GraphPlan, ...]:
+        """Backward graphs; none without gradients."""
+        return tuple(graph for graph in self.graphs if graph.phase is Phase.BACKWARD)
+
+    @property
+    def links(self) -> str:
+        """Names of the links that collectives are sent on."""
+        used = dict.fromkeys(c.link for graph in self.graphs for c in graph.sent if c.kind not in COPIES)
+        return ", ".join(used) or self.hardware.links
+
+    @property
+    def lanes(self) -> tuple[str, ...]:
+        """Lanes of collectives and copies, those of one link side by side."""
+        return tuple(sorted({c.lane for graph in self.graphs for c in graph.sent}))
+
+    @property
+    def step_us(self) -> float:
+        """Estimated time of forward and backward."""
+        return sum(graph.end_us for graph in self.graphs)
+
+    @property
+    def compute_us(self) -> float:
+        """Computing alone."""
+        return sum(graph.compute_us for graph in self.graphs)
+
+    @property
+    def communication_us(self) -> float:
+        """Time of the busiest link of each graph."""
+        return sum(graph.communication_us for graph in self.graphs)
+
+    @property
+    def exposed_us(self) -> float:
+        """How long compute stands still."""
+        return sum(graph.exposed_us for graph in self.graphs)
+
+    @property
+    def busy_us(self) -> float:
+        """All compute, or all communication of this plan, whichever takes longer."""
+        return max(self.compute_us, self.communication_us)
+
+    @property
+    def efficiency(self) -> float:
+        """Compute over step: 1 if no rank ever waits."""
+        return self.compute_us / self.step_us if self.step_us else 1.0
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest sum of live bytes in any graph."""
+        return max((graph.memory.peak_bytes for graph in self.graphs), default=0)
+
+    @property
+    def shard_bytes(self) -> int:
+        """Sharded parameters of one rank, padding included."""
+        return sum(unit.shard_bytes for unit in self.units)
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of one rank: offloaded shards and gradients, without optimizer state."""
+        return sum(unit.host_bytes for unit in self.units)
 
     def at(
         self,
@@ -47,8 +140,9 @@ class Plan(PlanData):
                 dimensions or of a part of the world, other ranks where blocks are computed again for a budget, or a
                 size that was not open or for which the model's graph is another one.
         """
-        sizes = {"batch": batch, "sequence": sequence}
-        return Plan.of(rescaled(self, world_size=world_size, gb_per_s=gb_per_s, sizes=sizes))
+        given = {"batch": batch, "sequence": sequence}
+        sizes = {name: size for name, size in given.items() if size is not None}
+        return self.origin("Plan.at(...)").at(self, world_size, gb_per_s, sizes)
 
     def scaling(self, world_sizes: Sequence[int], *, gb_per_s: float | None = None) -> Scaling:
         """Times and memory for several numbers of ranks, as rows and to be drawn; the model is not traced again.
@@ -60,14 +154,30 @@ class Plan(PlanData):
         Raises:
             ConfigError: As `at` does.
         """
-        return scaling(self, world_sizes, gb_per_s)
+        if not world_sizes:
+            raise ConfigError("no number of ranks is given", where="Plan.scaling([])", instead="[8, 64, 512]")
+        return Scaling(tuple(self.at(world_size=ranks, gb_per_s=gb_per_s) for ranks in world_sizes))
 
     def formulas(self) -> Formulas:
-        """Bytes and times as formulas of ranks, link, batch and sequence, for the same choices as in this plan."""
-        return formulas(self)
+        """Bytes and times as formulas of ranks, link, batch and sequence, for the same choices as in this plan.
+
+        Raises:
+            ConfigError: If the model has run, or its mesh has two dimensions or is a part of the world.
+        """
+        return self.origin("Plan.formulas()").formulas(self)
+
+    def origin(self, where: str) -> Traced:
+        """The graphs before the passes; raises `ConfigError` for a model that has run, which has none."""
+        if self.traced is None:
+            raise ConfigError(
+                "the plan is of a model that has run, on the ranks that there were, and has no graphs to plan anew",
+                where=where,
+                instead="explain() the plain model before it is sharded",
+            )
+        return self.traced
 
     def __str__(self) -> str:
-        return render(self, width=80)
+        return as_text(parts(self), width=80)
 
     def save_html(self, path: str | Path) -> Path:
         """Writes one self-contained page and returns its path."""

@@ -1,14 +1,17 @@
-"""The parts of a plan: plain frozen data, times in us and sizes in byte."""
+"""The parts of a plan: plain frozen data, times in us and sizes in byte; `derived` are properties that are shown."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
 from collections.abc import Mapping
+from typing import ClassVar
 
-from fsdp_compile.cost.communicate import Kind
+from fsdp_compile.cost.communicate import Communication, Kind
 from fsdp_compile.cost.copies import Copy, Way
+from fsdp_compile.cost.links import Quantity
 from fsdp_compile.cost.memory import Holder
+from fsdp_compile.cost.timeline import Times
 from fsdp_compile.ir.graph import Phase
 
 
@@ -55,48 +58,27 @@ class Message:
 
 
 @dataclasses.dataclass(frozen=True)
-class Collective:
+class Collective(Communication, Times):
     """One bucket: a collective with all its messages; or one copy between host and device, or one of the program's own.
 
     Attributes:
         unit: The unit that it serves; several have commas between them. Of the program's own, the module.
-        group: Alias of the process group; of a copy, the direction.
-        ranks: Size of the group; of a copy, 1.
-        link: Name of the link that it is sent on, or of the bus.
-        bytes_per_s: What a rank sends on it in a large message.
-        size_bytes: Bytes of the whole, on all ranks together, padding included.
-        sent_bytes: Bytes that each rank sends.
         wait: Where it is first waited for.
         last_use: For gathers, the last node that uses the gathered memory.
         reshard: For gathers, where the memory is freed; `None` if it stays unsharded.
-        issued_us: When compute reaches the start, from the start of the graph.
-        begin_us: When the lane is free for it.
-        computed_us: Computing between start and first wait.
-        exposed_us: How long compute stands still for it.
-        reason: `exposure` in words and numbers.
+        reason: What compute covers of it, or why it does not.
     """
 
-    kind: Kind
     unit: str
     messages: tuple[Message, ...]
     dtype: str
-    group: str
-    ranks: int
-    link: str
-    bytes_per_s: float
-    size_bytes: int
-    sent_bytes: float
     start: Place
     wait: Place | None
     last_use: Place | None
     reshard: Place | None
-    issued_us: float
-    begin_us: float
-    end_us: float
-    computed_us: float
-    exposed_us: float
     exposure: Exposure
     reason: str
+    derived: ClassVar = ("lane", "time_us")
 
     @property
     def lane(self) -> str:
@@ -190,6 +172,7 @@ class GraphPlan:
     spans: tuple[Span, ...]
     copies: tuple[Copy, ...]
     own: tuple[Collective, ...]
+    derived: ClassVar = ("copied_bytes",)
 
     @property
     def sent(self) -> tuple[Collective, ...]:
@@ -243,6 +226,7 @@ class Volume:
 
     sent_bytes: Mapping[Kind, float]
     full_sharding_bytes: float
+    derived: ClassVar = ("total_bytes",)
 
     @property
     def total_bytes(self) -> float:
@@ -251,35 +235,11 @@ class Volume:
 
 
 @dataclasses.dataclass(frozen=True)
-class Number:
-    """A number that times were estimated with.
-
-    Attributes:
-        of: The device or the link.
-        source: Where it comes from.
-    """
+class Number(Quantity):
+    """A number that times were estimated with, `what` of a device or of a link."""
 
     of: str
     what: str
-    value: float
-    unit: str
-    source: str
-
-
-@dataclasses.dataclass(frozen=True)
-class LowerBound:
-    """What no schedule of the same graphs can beat in the memory of this one; see `planner/lower_bound.py`.
-
-    Attributes:
-        time_us: Of forward and backward.
-        sent_bytes: Of one rank.
-        room_bytes: The memory that is meant: most gathered parameters and full gradients at once, in the graphs that
-            hold less of them, forward or backward.
-    """
-
-    time_us: float
-    sent_bytes: float
-    room_bytes: int
 
 
 @dataclasses.dataclass(frozen=True)

@@ -113,24 +113,3 @@ def plan_layout(
         slots.append(Slot(index, offset, extent))
         offset += extent
     return FlatLayout(tuple(slots), max(offset, step))  # never 0: a flat parameter is known by its address
-
-
-def local_rows(rows: int, size: int, rank: int) -> tuple[int, int]:
-    """First row and number of rows of `rank` of `size`; no rows where they have run out."""
-    chunk = -(-rows // size)
-    start = min(rank * chunk, rows)
-    return start, min(chunk, rows - start)
-
-
-def local_shape(shape: tuple[int, ...], dim: int | None, size: int, rank: int) -> tuple[int, ...]:
-    """Shape of the part of `rank`, without padding."""
-    if dim is None:
-        return shape
-    return (*shape[:dim], local_rows(shape[dim], size, rank)[1], *shape[dim + 1 :])
-
-
-def local_part(full: torch.Tensor, dim: int | None, size: int, rank: int) -> torch.Tensor:
-    """The view of a full tensor that is the part of `rank`."""
-    if dim is None:
-        return full
-    return full.narrow(dim, *local_rows(full.shape[dim], size, rank))

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Final, Literal
 
 from torch import nn
@@ -21,9 +19,7 @@ from fsdp_compile.parity.experiment import (
     OptimizerFn,
     PrepareFn,
     Reference,
-    adamw,
     mean_loss,
-    sgd,
 )
 from fsdp_compile.parity.processes import Place, run_on_ranks
 from fsdp_compile.parity.report import ParityReport, describe
@@ -96,7 +92,6 @@ def check_parity(  # noqa: PLR0913  one call says everything about a comparison
         ConfigError: For a wrong argument, or a function that another process cannot import.
         RankFailedError: If a rank fails, with that rank's traceback.
     """
-    chosen: Level = _member(Level, level, "level")
     if prepare is not None and (mp_policy is not None or not reshard_after_forward or replicas != 1):
         raise ConfigError(
             "prepare shards the model, and mp_policy, reshard_after_forward and replicas say how it is sharded, too",
@@ -108,10 +103,10 @@ def check_parity(  # noqa: PLR0913  one call says everything about a comparison
         make_batch=make_batch,
         world_size=world_size,
         reference=_member(Reference, reference, "reference"),
-        level=chosen,
+        level=_member(Level, level, "level"),
         steps=steps,
         loss=loss,
-        optimizer=optimizer or (adamw if chosen is Level.BITWISE else sgd),
+        optimizer=optimizer,
         options=_checked(options),
         mp_policy=mp_policy or MixedPrecisionPolicy(),
         reshard_after_forward=reshard_after_forward,
@@ -127,19 +122,28 @@ def check_parity(  # noqa: PLR0913  one call says everything about a comparison
         return report
     if bisect:
         report = dataclasses.replace(report, introduced_by=_culprit(experiment))
-    raise _error(report)
+    assert report.first is not None
+    where = None if report.introduced_by is None else f"introduced by {report.introduced_by}"
+    error = ParityError(describe(report.first), where=where)
+    error.report = report
+    raise error
 
 
 def measure(experiment: Experiment) -> ParityReport:
     """Runs one comparison and reports it, equal or not."""
-    found = run_on_ranks(train_both, experiment, functools.partial(_place, experiment), experiment.world_size)
-    return ParityReport(
-        title=_title(experiment), level=experiment.level.value, steps=experiment.steps, differences=tuple(found)
+    name = getattr(experiment.make_model, "__qualname__", type(experiment.make_model).__name__)
+    title = (
+        f"{name}: compiled (lower={experiment.lower}) against {experiment.reference.value}, "
+        f"{experiment.world_size} ranks on {experiment.device_type}, {experiment.level.value}"
     )
+    found = _on_ranks(train_both, experiment, experiment)
+    return ParityReport(title=title, level=experiment.level.value, steps=experiment.steps, differences=tuple(found))
 
 
-def _place(experiment: Experiment, rank: int, store: Path) -> Place:
-    return Place(rank, experiment.world_size, store, experiment.device_type, experiment.timeout_s)
+def _on_ranks(fn: Callable[[Any], Any], argument: Any, of: Experiment) -> Any:
+    """Calls `fn(argument)` on the ranks of an experiment."""
+    ranks, device = of.world_size, of.device_type
+    return run_on_ranks(fn, argument, lambda rank, store: Place(rank, ranks, store, device, of.timeout_s), ranks)
 
 
 def _culprit(experiment: Experiment) -> str:
@@ -149,24 +153,7 @@ def _culprit(experiment: Experiment) -> str:
         name: dataclasses.replace(experiment, options={**experiment.options, "stop_after": name})
         for name in [CAPTURE, *names[:-1]]
     }
-    place = functools.partial(_place, experiment)
-    return run_on_ranks(first_stop_that_differs, stopped, place, experiment.world_size) or names[-1]
-
-
-def _error(report: ParityReport) -> ParityError:
-    assert report.first is not None
-    where = None if report.introduced_by is None else f"introduced by {report.introduced_by}"
-    error = ParityError(describe(report.first), where=where)
-    error.report = report
-    return error
-
-
-def _title(experiment: Experiment) -> str:
-    name = getattr(experiment.make_model, "__qualname__", type(experiment.make_model).__name__)
-    return (
-        f"{name}: compiled (lower={experiment.lower}) against {experiment.reference.value}, "
-        f"{experiment.world_size} ranks on {experiment.device_type}, {experiment.level.value}"
-    )
+    return _on_ranks(first_stop_that_differs, stopped, experiment) or names[-1]
 
 
 def _member(kind: Any, value: Any, name: str) -> Any:

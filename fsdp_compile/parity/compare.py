@@ -136,26 +136,27 @@ def compare(
 ) -> Difference:
     """Compares the compiled side's tensor with the reference's; `None` is no gradient."""
     if ours is None or theirs is None or ours.shape != theirs.shape or ours.dtype != theirs.dtype:
-        return _incomparable(quantity, name, step, ours, theirs)
+        # Both absent are equal; where one is, or another shape or dtype, they are infinitely far from each other.
+        known, far = theirs if theirs is not None else ours, math.inf
+        if known is None:
+            known, far = torch.empty(0), 0.0
+        return Difference(
+            quantity=quantity, name=name, step=step, dtype=known.dtype, numel=known.numel(), absolute=far,
+            different=max(1, known.numel()) if far else 0, relative=far, ulps=far,
+        )  # fmt: skip
     different = int((_bits(ours) != _bits(theirs)).sum())
     absolute = _largest_difference(_numbers(ours), _numbers(theirs)) if different else 0.0
     scale = magnitude(theirs)
     return Difference(
-        quantity=quantity,
-        name=name,
-        step=step,
-        dtype=theirs.dtype,
-        different=different,
-        numel=_real(theirs).numel(),
-        absolute=absolute,
-        relative=absolute / scale if scale else math.copysign(math.inf, 1) if absolute else 0.0,
+        quantity=quantity, name=name, step=step, dtype=theirs.dtype, numel=_real(theirs).numel(), absolute=absolute,
+        different=different, relative=absolute / scale if scale else math.inf if absolute else 0.0,
         ulps=absolute / last_place(scale, theirs.dtype),
-    )
+    )  # fmt: skip
 
 
-def magnitude(tensor: torch.Tensor) -> float:
+def magnitude(tensor: torch.Tensor | None) -> float:
     """The largest finite magnitude of a number in a tensor, of which a complex one has two; 0 for an empty one."""
-    if not tensor.numel():
+    if tensor is None or not tensor.numel():
         return 0.0
     return float(_numbers(tensor).abs().nan_to_num(nan=0.0, posinf=0.0).max())
 
@@ -191,22 +192,3 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.contiguous().view(widths[tensor.dtype.itemsize])
-
-
-def _incomparable(
-    quantity: Quantity, name: str, step: int, ours: torch.Tensor | None, theirs: torch.Tensor | None
-) -> Difference:
-    """The difference if a side has none: both absent are equal; another shape or dtype is infinitely far."""
-    absent = ours is None and theirs is None
-    known = theirs if theirs is not None else ours
-    return Difference(
-        quantity=quantity,
-        name=name,
-        step=step,
-        dtype=known.dtype if known is not None else torch.float32,
-        different=0 if absent or known is None else max(1, known.numel()),
-        numel=0 if known is None else known.numel(),
-        absolute=0.0 if absent else math.inf,
-        relative=0.0 if absent else math.inf,
-        ulps=0.0 if absent else math.inf,
-    )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils._pytree import tree_map_only
 
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.parity.kinds import Accumulation, Level, Reference, check_counts
@@ -16,67 +18,6 @@ from fsdp_compile.parity.kinds import Accumulation, Level, Reference, check_coun
 LossFn = Callable[[nn.Module, Any], torch.Tensor]
 OptimizerFn = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 PrepareFn = Callable[[nn.Module, Callable[..., nn.Module]], object]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Experiment:
-    """One comparison; see `check_parity` for the meaning of each field."""
-
-    make_model: Callable[[], nn.Module]
-    make_batch: Callable[[int], Any]
-    world_size: int
-    reference: Reference
-    level: Level
-    steps: int
-    loss: LossFn
-    optimizer: OptimizerFn
-    options: Mapping[str, Any]
-    mp_policy: MixedPrecisionPolicy
-    reshard_after_forward: bool
-    replicas: int
-    prepare: PrepareFn | None
-    micro_batches: int
-    seed: int
-    timeout_s: float
-    accumulation: Accumulation = Accumulation.REDUCE_EACH
-
-    def __post_init__(self) -> None:
-        check_counts(self.world_size, self.replicas, steps=self.steps, micro_batches=self.micro_batches)
-        if self.reference is Reference.DDP and self.mp_policy != MixedPrecisionPolicy():
-            raise ConfigError(
-                "DDP has no mixed precision of parameters",
-                where='check_parity(reference="ddp", mp_policy=...)',
-                instead='reference="single", "fsdp1" or "fsdp2"',
-            )
-        if self.reference is Reference.FSDP1 and self.mp_policy.output_dtype is not None:
-            raise ConfigError(
-                "FSDP1 does not cast outputs",
-                where='check_parity(reference="fsdp1", mp_policy=MixedPrecisionPolicy(output_dtype=...))',
-                instead='reference="single" or "fsdp2", or a cast in the model',
-            )
-        if self.reference is Reference.FSDP1 and self.prepare is not None:
-            raise ConfigError(
-                "FSDP1 is not prepared by calls of fully_shard",
-                where='check_parity(reference="fsdp1", prepare=...)',
-                instead='reference="fsdp2", or leave prepare out',
-            )
-
-    @property
-    def device_type(self) -> str:
-        """The kind of device of the ranks: "cuda" where each has a GPU of its own, else "cpu"."""
-        return "cuda" if torch.cuda.device_count() >= self.world_size else "cpu"
-
-    @property
-    def compile_options(self) -> dict[str, Any]:
-        """Options of the compiled side: for bitwise comparison with FSDP2, with reductions in its layout."""
-        beside_fsdp2 = self.level is Level.BITWISE and self.reference is Reference.FSDP2
-        chosen: dict[str, Any] = {"reduce_layout": "fsdp2"} if beside_fsdp2 else {}
-        return {**chosen, **self.options, "lower": self.lower}
-
-    @property
-    def lower(self) -> str:
-        """How the compiled graphs run."""
-        return self.options.get("lower", "eager" if self.level is Level.BITWISE else "inductor")
 
 
 def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -130,34 +71,81 @@ def split(batch: Any, parts: int) -> list[Any]:
     Raises:
         ConfigError: If the rows do not divide.
     """
-    if isinstance(batch, torch.Tensor) and batch.dim():
-        if batch.shape[0] % parts:
+
+    def rows(tensor: torch.Tensor, part: int) -> torch.Tensor:
+        if not tensor.dim():
+            return tensor
+        if tensor.shape[0] % parts:
             raise ConfigError(
-                f"{batch.shape[0]} rows of a batch do not divide into {parts} equal parts",
+                f"{tensor.shape[0]} rows of a batch do not divide into {parts} equal parts",
                 where="make_batch",
                 instead=f"a multiple of {parts} rows (ranks times micro-batches)",
             )
-        return list(batch.chunk(parts))
-    if isinstance(batch, Mapping):
-        columns = {key: split(value, parts) for key, value in batch.items()}
-        return [{key: column[i] for key, column in columns.items()} for i in range(parts)]
-    if isinstance(batch, tuple | list):
-        columns_of = [split(value, parts) for value in batch]
-        return [rebuilt(batch, (column[i] for column in columns_of)) for i in range(parts)]
-    return [batch] * parts
+        return tensor.chunk(parts)[part]
+
+    return [tree_map_only(torch.Tensor, functools.partial(rows, part=part), batch) for part in range(parts)]
 
 
-def to_device(batch: Any, device: torch.device) -> Any:
-    """A batch with its tensors on a device."""
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device)
-    if isinstance(batch, Mapping):
-        return {key: to_device(value, device) for key, value in batch.items()}
-    if isinstance(batch, tuple | list):
-        return rebuilt(batch, (to_device(value, device) for value in batch))
-    return batch
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """One comparison; see `check_parity` for the meaning of each field."""
 
+    make_model: Callable[[], nn.Module]
+    make_batch: Callable[[int], Any]
+    world_size: int = 2
+    reference: Reference = Reference.FSDP2
+    level: Level = Level.BITWISE
+    steps: int = 3
+    loss: LossFn = mean_loss
+    optimizer: OptimizerFn | None = None
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy()  # noqa: RUF009  it is frozen
+    reshard_after_forward: bool = True
+    replicas: int = 1
+    prepare: PrepareFn | None = None
+    micro_batches: int = 1
+    accumulation: Accumulation = Accumulation.REDUCE_EACH
+    seed: int = 0
+    timeout_s: float = 300
 
-def rebuilt(batch: tuple[Any, ...] | list[Any], values: Iterable[Any]) -> Any:
-    """Other values in a tuple or list of the same type; one with names takes each as an argument of its own."""
-    return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+    def __post_init__(self) -> None:
+        check_counts(self.world_size, self.replicas, steps=self.steps, micro_batches=self.micro_batches)
+        if self.reference is Reference.DDP and self.mp_policy != MixedPrecisionPolicy():
+            raise ConfigError(
+                "DDP has no mixed precision of parameters",
+                where='check_parity(reference="ddp", mp_policy=...)',
+                instead='reference="single", "fsdp1" or "fsdp2"',
+            )
+        if self.reference is Reference.FSDP1 and self.mp_policy.output_dtype is not None:
+            raise ConfigError(
+                "FSDP1 does not cast outputs",
+                where='check_parity(reference="fsdp1", mp_policy=MixedPrecisionPolicy(output_dtype=...))',
+                instead='reference="single" or "fsdp2", or a cast in the model',
+            )
+        if self.reference is Reference.FSDP1 and self.prepare is not None:
+            raise ConfigError(
+                "FSDP1 is not prepared by calls of fully_shard",
+                where='check_parity(reference="fsdp1", prepare=...)',
+                instead='reference="fsdp2", or leave prepare out',
+            )
+
+    def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """The optimizer of a side, by default as the level needs it."""
+        return (self.optimizer or (adamw if self.level is Level.BITWISE else sgd))(parameters)
+
+    @property
+    def device_type(self) -> str:
+        """The kind of device of the ranks: "cuda" where each has a GPU of its own, else "cpu"."""
+        return "cuda" if torch.cuda.device_count() >= self.world_size else "cpu"
+
+    @property
+    def compile_options(self) -> dict[str, Any]:
+        """Options of the compiled side: for bitwise comparison with FSDP2, with reductions in its layout."""
+        beside_fsdp2 = self.level is Level.BITWISE and self.reference is Reference.FSDP2
+        chosen: dict[str, Any] = {"reduce_layout": "fsdp2"} if beside_fsdp2 else {}
+        return {**chosen, **self.options, "lower": self.lower}
+
+    @property
+    def lower(self) -> str:
+        """How the compiled graphs run."""
+        return self.options.get("lower", "eager" if self.level is Level.BITWISE else "inductor")

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import math
 from collections.abc import Iterator
 from typing import Any
 
-from rich import box
-from rich.console import Console, RenderableType
-from rich.table import Table
+from rich.console import RenderableType
 
+from fsdp_compile.explain.tables import Table, as_text
 from fsdp_compile.parity.compare import Difference, Quantity
 
 _SHOWN = 12
 _WIDTH = 100
+_DISTANCES = ("absolute ", "relative ", "last places ")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,9 +82,9 @@ class ParityReport:
     def parts(self) -> Iterator[RenderableType]:
         """What is shown, in order."""
         yield f"{self.title}\n"
-        yield self._kinds()
+        yield self._kinds().text()
         if any(d.different for d in self.differences):
-            yield self._worst()
+            yield self._worst().text()
         yield self.verdict
 
     @property
@@ -99,34 +98,26 @@ class ParityReport:
         return text if self.introduced_by is None else f"{text}\nintroduced by: {self.introduced_by}"
 
     def __str__(self) -> str:
-        out = io.StringIO()
-        console = Console(
-            file=out, width=_WIDTH, color_system=None, force_terminal=False, highlight=False, markup=False
-        )
-        for part in self.parts():
-            console.print(part)
-        return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+        return as_text(self.parts(), width=_WIDTH)
 
     def _kinds(self) -> Table:
-        table = _table("Largest differences", "", "tensors ", "differ ", "absolute ", "relative ", "last places ", "at")
+        rows = []
         for quantity in Quantity:
             found = [d for d in self.differences if d.quantity is quantity]
             if found:
                 worst = max(found, key=_rank)
                 at = f"{worst.name}, step {worst.step}" if worst.different else ""
                 differ = sum(d.different > 0 for d in found)
-                table.add_row(quantity.value, str(len(found)), str(differ), *_numbers(worst), at)
-        return table
+                rows.append((quantity.value, str(len(found)), str(differ), *_numbers(worst), at))
+        return Table("Largest differences", ("", "tensors ", "differ ", *_DISTANCES, "at"), rows)
 
     def _worst(self) -> Table:
-        shown = [d for d in self.worst() if d.different][:_SHOWN]
-        title = "By tensor, each at its worst step, worst first"
-        table = _table(title, "", "name", "step ", "differ ", "absolute ", "relative ", "last places ", "allowed ")
-        for d in shown:
-            share = f"{d.different}/{d.numel}"
+        rows = []
+        for d in [d for d in self.worst() if d.different][:_SHOWN]:
             allowed = "not judged" if math.isinf(d.bound) else f"{d.bound:.1e}"
-            table.add_row(d.quantity.value, d.name, str(d.step), share, *_numbers(d), allowed)
-        return table
+            rows.append((d.quantity.value, d.name, str(d.step), f"{d.different}/{d.numel}", *_numbers(d), allowed))
+        title = "By tensor, each at its worst step, worst first"
+        return Table(title, ("", "name", "step ", "differ ", *_DISTANCES, "allowed "), rows)
 
 
 def describe(difference: Difference) -> str:
@@ -152,13 +143,3 @@ def _numbers(d: Difference) -> tuple[str, str, str]:
 def _as_dict(d: Difference) -> dict[str, Any]:
     values = dataclasses.asdict(d) | {"dtype": str(d.dtype).removeprefix("torch."), "exceeds": d.exceeds}
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-
-
-def _table(title: str, *columns: str) -> Table:
-    """A table whose columns align right if their name ends in a space."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.padding = (0, 1, 0, 0)
-    for column in columns:
-        right = column.endswith(" ")
-        table.add_column(column.strip(), justify="right" if right else "left", no_wrap=right, overflow="fold")
-    return table

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,10 +22,11 @@ from torch.distributed.fsdp import fully_shard as eager_fully_shard
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
 
 from fsdp_compile.comm.groups import mesh_of_shape
 from fsdp_compile.parity.compare import Quantity
-from fsdp_compile.parity.experiment import Experiment, Reference, rebuilt
+from fsdp_compile.parity.experiment import Experiment, Reference
 from fsdp_compile.sharding.fully_shard import fully_shard
 
 Tensors = dict[tuple[Quantity, str], torch.Tensor | None]
@@ -46,6 +47,13 @@ class Side:
     named: dict[str, nn.Parameter]
     optimizer: torch.optim.Optimizer
     whole_batch: bool = False
+
+    @classmethod
+    def of(cls, experiment: Experiment, model: nn.Module, given: nn.Module, *, whole_batch: bool = False) -> Side:
+        """A model with the optimizer of an experiment."""
+        named = {_plain(name): parameter for name, parameter in given.named_parameters()}
+        optimizer = experiment.make_optimizer([p for p in named.values() if p.requires_grad])
+        return cls(model, given, named, optimizer, whole_batch)
 
     @contextlib.contextmanager
     def holding(self) -> Iterator[None]:
@@ -96,15 +104,10 @@ def compiled_side(experiment: Experiment) -> Side:
     if experiment.prepare is not None:
         experiment.prepare(model, fully_shard)
     else:
-        fully_shard(
-            model,
-            mesh=_mesh(experiment),
-            mp_policy=experiment.mp_policy,
-            reshard_after_forward=experiment.reshard_after_forward,
-        )
-    named = dict(model.named_parameters())
+        mesh, keep = _mesh(experiment), experiment.reshard_after_forward
+        fully_shard(model, mesh=mesh, mp_policy=experiment.mp_policy, reshard_after_forward=keep)
     compiled: Any = torch.compile(model, backend="fsdp", options=experiment.compile_options)
-    return Side(compiled, model, named, experiment.optimizer(_trained(named)))
+    return Side.of(experiment, compiled, model)
 
 
 def reference_side(experiment: Experiment, unit_names: list[str]) -> Side | None:
@@ -112,8 +115,21 @@ def reference_side(experiment: Experiment, unit_names: list[str]) -> Side | None
 
     `unit_names` are the module paths of the compiled side's units: FSDP shards the same modules.
     """
-    make = _MAKERS[experiment.reference]
-    return make(experiment, unit_names)
+    alone = experiment.reference is Reference.SINGLE
+    if alone and dist.get_rank() != 0:
+        return None
+    model = _fresh(experiment)
+    wrapped: nn.Module = model
+    match experiment.reference:
+        case Reference.SINGLE:
+            wrapped = CastParameters(model, experiment.mp_policy)
+        case Reference.DDP:
+            wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+        case Reference.FSDP2:
+            _shard_with_fsdp2(experiment, model, unit_names)
+        case Reference.FSDP1:
+            wrapped = _wrapped_by_fsdp1(experiment, model, unit_names)
+    return Side.of(experiment, wrapped, model, whole_batch=alone)
 
 
 def unit_names(model: nn.Module) -> list[str]:
@@ -143,8 +159,7 @@ class CastParameters(nn.Module):
         else:
             cast = {n: p.to(dtype) if p.is_floating_point() else p for n, p in self.module.named_parameters()}
             if self.policy.cast_forward_inputs:
-                args = tuple(_cast(a, dtype) for a in args)
-                kwargs = {k: _cast(v, dtype) for k, v in kwargs.items()}
+                args, kwargs = _cast((args, kwargs), dtype)
             # `functional_call` replaces parameters, and must not find the attributes of the forward before.
             self._show({})
             output = torch.func.functional_call(self.module, cast, args, kwargs)
@@ -164,78 +179,38 @@ class CastParameters(nn.Module):
                     module.__dict__[name] = value
 
 
-def _single(experiment: Experiment, _units: list[str]) -> Side | None:
-    if dist.get_rank() != 0:
-        return None
-    model = _fresh(experiment)
-    named = dict(model.named_parameters())
-    wrapped = CastParameters(model, experiment.mp_policy)
-    return Side(wrapped, model, named, experiment.optimizer(_trained(named)), whole_batch=True)
-
-
-def _ddp(experiment: Experiment, _units: list[str]) -> Side:
-    model = _fresh(experiment)
-    named = dict(model.named_parameters())
-    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
-    return Side(wrapped, model, named, experiment.optimizer(_trained(named)))
-
-
-def _fsdp2(experiment: Experiment, unit_names: list[str]) -> Side:
-    model = _fresh(experiment)
+def _shard_with_fsdp2(experiment: Experiment, model: nn.Module, unit_names: list[str]) -> None:
     if experiment.prepare is not None:
         experiment.prepare(model, eager_fully_shard)  # type: ignore[arg-type]
-    else:
-        mesh = _mesh(experiment)
-        # One call on our side casts inputs and outputs of the model alone: the units inside must not cast theirs.
-        inner = dataclasses.replace(experiment.mp_policy, cast_forward_inputs=False, output_dtype=None)
-        for name in [*_separate(model, unit_names), ""]:
-            eager_fully_shard(
-                model.get_submodule(name),
-                mesh=mesh,
-                mp_policy=inner if name else experiment.mp_policy,
-                reshard_after_forward=experiment.reshard_after_forward,
-            )
-    named = dict(model.named_parameters())
-    return Side(model, model, named, experiment.optimizer(_trained(named)))
+        return
+    mesh, keep = _mesh(experiment), experiment.reshard_after_forward
+    # One call on our side casts inputs and outputs of the model alone: the units inside must not cast theirs.
+    inner = dataclasses.replace(experiment.mp_policy, cast_forward_inputs=False, output_dtype=None)
+    for name in [*_separate(model, unit_names), ""]:
+        policy = inner if name else experiment.mp_policy
+        eager_fully_shard(model.get_submodule(name), mesh=mesh, mp_policy=policy, reshard_after_forward=keep)
 
 
-def _fsdp1(experiment: Experiment, unit_names: list[str]) -> Side:
-    model = _fresh(experiment)
+def _wrapped_by_fsdp1(experiment: Experiment, model: nn.Module, unit_names: list[str]) -> nn.Module:
     chosen = {id(model.get_submodule(name)) for name in _separate(model, unit_names)}
-    policy = experiment.mp_policy
-    kept = not experiment.reshard_after_forward
-    hybrid = experiment.replicas > 1
+    policy, hybrid = experiment.mp_policy, experiment.replicas > 1
     strategy = {
-        (False, False): ShardingStrategy.FULL_SHARD,
-        (False, True): ShardingStrategy.SHARD_GRAD_OP,
-        (True, False): ShardingStrategy.HYBRID_SHARD,
-        (True, True): ShardingStrategy._HYBRID_SHARD_ZERO2,
-    }[hybrid, kept]
-    wrapped = FullyShardedDataParallel(
+        (False, True): ShardingStrategy.FULL_SHARD,
+        (False, False): ShardingStrategy.SHARD_GRAD_OP,
+        (True, True): ShardingStrategy.HYBRID_SHARD,
+        (True, False): ShardingStrategy._HYBRID_SHARD_ZERO2,
+    }[hybrid, experiment.reshard_after_forward]
+    mixed = MixedPrecision(policy.param_dtype, policy.reduce_dtype, cast_root_forward_inputs=policy.cast_forward_inputs)
+    is_cuda = experiment.device_type == "cuda"
+    return FullyShardedDataParallel(
         model,
         device_mesh=_mesh(experiment) if hybrid else None,
         sharding_strategy=strategy,
         auto_wrap_policy=CustomPolicy(lambda module: id(module) in chosen) if chosen else None,
-        mixed_precision=MixedPrecision(
-            policy.param_dtype, policy.reduce_dtype, cast_root_forward_inputs=policy.cast_forward_inputs
-        )
-        if policy.param_dtype or policy.reduce_dtype
-        else None,
+        mixed_precision=mixed if policy.param_dtype or policy.reduce_dtype else None,
         use_orig_params=True,
-        device_id=torch.device(experiment.device_type, torch.cuda.current_device())
-        if experiment.device_type == "cuda"
-        else torch.device("cpu"),
+        device_id=torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu"),
     )
-    named = {_plain(n): p for n, p in wrapped.named_parameters()}
-    return Side(wrapped, model, named, experiment.optimizer(_trained(named)))
-
-
-_MAKERS: dict[Reference, Callable[[Experiment, list[str]], Side | None]] = {
-    Reference.SINGLE: _single,
-    Reference.DDP: _ddp,
-    Reference.FSDP2: _fsdp2,
-    Reference.FSDP1: _fsdp1,
-}
 
 
 def _fresh(experiment: Experiment) -> nn.Module:
@@ -264,10 +239,6 @@ def _separate(model: nn.Module, names: list[str]) -> Iterator[str]:
             yield name
 
 
-def _trained(named: dict[str, nn.Parameter]) -> list[nn.Parameter]:
-    return [p for p in named.values() if p.requires_grad]
-
-
 def _full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -276,9 +247,5 @@ def _plain(name: str) -> str:
     return name.replace("_fsdp_wrapped_module.", "")
 
 
-def _cast(value: object, dtype: torch.dtype) -> object:
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, tuple | list):
-        return rebuilt(value, (_cast(v, dtype) for v in value))
-    return value
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, value)

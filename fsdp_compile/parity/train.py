@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fsdp_compile._torch.fully_shard import policy_of, state_of
 from fsdp_compile.parity.compare import Difference, Extent, Quantity, compare, depth_of, magnitude
-from fsdp_compile.parity.experiment import Accumulation, Experiment, Level, split, to_device
+from fsdp_compile.parity.experiment import Accumulation, Experiment, Level, split
 from fsdp_compile.parity.sides import Side, Tensors, compiled_side, reference_side, unit_names
 
 LOSS = (Quantity.LOSS, "loss")
@@ -29,57 +30,46 @@ class _Judge:
         moved: Largest change of each parameter so far, weighted by the relative bound of each step.
     """
 
-    experiment: Experiment
     extent: Extent | None
     linear: bool
     moved: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def gradients(self, step: int, ours: Tensors, theirs: Tensors) -> Iterator[Difference]:
         """Losses and gradients of a step."""
-        gradients = [v for (quantity, _), v in theirs.items() if quantity is Quantity.GRADIENT and v is not None]
-        largest = max((magnitude(g) for g in gradients), default=0.0)
-        for key in _keys(ours, theirs):
-            found = compare(*key, step, ours.get(key), theirs.get(key))
-            yield self._bounded(found, self._gradient_bound(found, magnitude_of(theirs.get(key)), largest))
+        gradients = [value for (quantity, _), value in theirs.items() if quantity is Quantity.GRADIENT]
+        largest = max(map(magnitude, gradients), default=0.0)
+        for key in {**ours, **theirs}:
+            bound = 0.0
+            if self.extent is not None:
+                bound = magnitude(theirs.get(key)) * self.extent.path(step)
+                bound += 0.0 if key == LOSS else largest * self.extent.sum()
+            yield dataclasses.replace(compare(*key, step, ours.get(key), theirs.get(key)), bound=bound)
 
     def after_step(self, step: int, before: Tensors, ours: Tensors, theirs: Tensors) -> Iterator[Difference]:
         """Parameters, optimizer state and buffers after a step; `before` are the reference's before it."""
         states = any(quantity is Quantity.STATE for quantity, _ in theirs)
-        for key in _keys(ours, theirs):
-            quantity, name = key
-            if quantity is Quantity.STATE and not states:
-                continue
-            now = theirs.get(key)
-            found = compare(*key, step, ours.get(key), now)
-            if quantity is Quantity.PARAMETER and now is not None and self.extent is not None:
-                way = magnitude(now - before[key]) if before.get(key) is not None else magnitude(now)  # type: ignore[operator]
-                # An optimizer that divides gradients by their size may take the full step in either direction: twice
-                # its length apart.
-                error = self.extent.path(step) + self.extent.sum() if self.linear else 2.0
-                self.moved[name] = self.moved.get(name, 0.0) + way * error
-                rounding = magnitude(now) * self.extent.sum()
-                yield self._bounded(found, self.moved[name] + rounding)
-            elif quantity is Quantity.STATE and self.linear and self.extent is not None:
-                yield self._bounded(
-                    found, magnitude_of(now) * (self.extent.path(step) + self.extent.sum()) * (step + 1)
-                )
-            else:
-                # Reported, not compared: no bound follows for the state of such an optimizer, or for buffers.
-                yield self._bounded(found, math.inf)
+        for key in {**ours, **theirs}:
+            if states or key[0] is not Quantity.STATE:
+                found = compare(*key, step, ours.get(key), theirs.get(key))
+                yield dataclasses.replace(found, bound=self._bound(step, key, before.get(key), theirs.get(key)))
 
-    def _gradient_bound(self, found: Difference, scale: float, largest: float) -> float:
+    def _bound(
+        self, step: int, key: tuple[Quantity, str], before: torch.Tensor | None, now: torch.Tensor | None
+    ) -> float:
         if self.extent is None:
             return 0.0
-        bound = scale * self.extent.path(found.step)
-        return bound if found.quantity is Quantity.LOSS else bound + largest * self.extent.sum()
-
-    def _bounded(self, found: Difference, bound: float) -> Difference:
-        return dataclasses.replace(found, bound=0.0 if self.extent is None else bound)
-
-
-def magnitude_of(tensor: torch.Tensor | None) -> float:
-    """`magnitude`, and 0 for nothing."""
-    return 0.0 if tensor is None else magnitude(tensor)
+        quantity, name = key
+        error = self.extent.path(step) + self.extent.sum()
+        if quantity is Quantity.PARAMETER and now is not None:
+            way = magnitude(now if before is None else now - before)
+            # An optimizer that divides gradients by their size may take the full step in either direction: twice
+            # its length apart.
+            self.moved[name] = self.moved.get(name, 0.0) + way * (error if self.linear else 2.0)
+            return self.moved[name] + magnitude(now) * self.extent.sum()
+        if quantity is Quantity.STATE and self.linear:
+            return magnitude(now) * error * (step + 1)
+        # Reported, not compared: no bound follows for the state of such an optimizer, or for buffers.
+        return math.inf
 
 
 def train_both(experiment: Experiment) -> list[Difference]:
@@ -94,7 +84,12 @@ def train_both(experiment: Experiment) -> list[Difference]:
     found: list[Difference] = []
     for step in range(experiment.steps):
         torch.manual_seed(experiment.seed + step)  # a batch that is drawn is the same one on each rank
-        batch = to_device(experiment.make_batch(step), torch.device(experiment.device_type))
+        made = experiment.make_batch(step)
+        batch = tree_map_only(
+            torch.Tensor,
+            lambda tensor: tensor.to(experiment.device_type),
+            dict(made) if isinstance(made, Mapping) else made,  # pytrees know mappings of torch's and Python's alone
+        )
         our_losses = _all_losses(_backward(experiment, ours, batch, step)[0])
         our_gradients = ours.gradients()
         our_state = _step(ours)
@@ -166,8 +161,9 @@ def _backward(experiment: Experiment, side: Side, batch: Any, step: int) -> tupl
 def _judge(experiment: Experiment, compiled: Side, reference: Side, batch: Any, depth: int) -> _Judge:
     linear = isinstance(reference.optimizer, torch.optim.SGD)
     if experiment.level is Level.BITWISE:
-        return _Judge(experiment, None, linear)
-    tensors = [*reference.named.values(), *_tensors(batch)]
+        return _Judge(None, linear)
+    given = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    tensors = [*reference.named.values(), *given]
     longest = max((max(p.shape, default=1) for p in reference.named.values()), default=1)
     states = [state for module in compiled.given.modules() if (state := state_of(module)) is not None]
     policies = [policy_of(state) for state in states]
@@ -178,18 +174,11 @@ def _judge(experiment: Experiment, compiled: Side, reference: Side, batch: Any, 
     terms = 2 if any(t.is_complex() for t in tensors) else 1
     extent = Extent(
         depth=max(1, depth),
-        length=terms * max([longest, *(t.numel() for t in _tensors(batch))]),
+        length=terms * max([longest, *(t.numel() for t in given)]),
         elements=terms * 4 * experiment.steps * sum(p.numel() for p in reference.named.values()),
         dtype=max(dtypes or [torch.float32], key=lambda dtype: torch.finfo(dtype).eps),
     )
-    return _Judge(experiment, extent, linear)
-
-
-def _tensors(batch: Any) -> list[torch.Tensor]:
-    if isinstance(batch, torch.Tensor):
-        return [batch]
-    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else ()
-    return [tensor for value in values for tensor in _tensors(value)]
+    return _Judge(extent, linear)
 
 
 def _all_losses(losses: torch.Tensor) -> torch.Tensor:
@@ -197,7 +186,3 @@ def _all_losses(losses: torch.Tensor) -> torch.Tensor:
     gathered = [torch.empty_like(losses) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, losses)
     return torch.stack(gathered)
-
-
-def _keys(ours: Tensors, theirs: Tensors) -> list[tuple[Quantity, str]]:
-    return list(dict.fromkeys([*ours, *theirs]))

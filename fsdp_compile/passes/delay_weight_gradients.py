@@ -93,7 +93,7 @@ class DelayWeightGradients:
     def _with_costs(
         self, chain: Sequence[fx.Node], made: tuple[fx.Node, ...], costs: Mapping[fx.Node, NodeCost]
     ) -> Delayed:
-        link_us = sum(communication(start, self.hardware).time_us for start in chain)
+        link_us = sum(communication(start, self.hardware).alone_us for start in chain)
         return Delayed(chain[0], made, sum(costs[node].time_us for node in made), link_us)
 
 

@@ -16,11 +16,11 @@ from collections.abc import Iterator, Mapping
 
 from torch import fx
 
+from fsdp_compile.cost.communicate import is_own, own_communication, own_start_of
 from fsdp_compile.cost.compute import node_costs
 from fsdp_compile.cost.fusion import Fusion, plan_kernels
 from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.cost.hardware import hardware as named_hardware
-from fsdp_compile.cost.own_collectives import is_own, own_communication, own_start_of
 from fsdp_compile.ir.calls import starts_of
 from fsdp_compile.ir.edit import move
 from fsdp_compile.ir.graph import Phase, Stage, StepGraph
@@ -54,7 +54,7 @@ class HideOwnCollectives:
             return HidePlan(())
         costs = node_costs(step.graph, self.hardware, plan_kernels(step.graph, self.fusion))
         times_us = {node: costs[node].time_us for node in step.graph.nodes}
-        most_us = MARGIN * max(own_communication(start, self.hardware).time_us for start in starts)
+        most_us = MARGIN * max(own_communication(start, self.hardware).alone_us for start in starts)
         found = _Order(_needed_by(starts), times_us, most_us)
         before = [node for node in step.graph.nodes if node.op not in ("placeholder", "output")]
         for node in before:

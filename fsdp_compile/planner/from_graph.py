@@ -62,7 +62,9 @@ def pose(
     order = sorted(range(len(gathers)), key=lambda i: gathers[i].need)
     nodes = tuple(step.nodes(Role.GATHER))
     problem = Problem(
-        tuple(communication(node, hardware).time_us if role_of(node) in EXCHANGES else busy_us[node] for node in steps),
+        tuple(
+            communication(node, hardware).alone_us if role_of(node) in EXCHANGES else busy_us[node] for node in steps
+        ),
         tuple(gathers[i] for i in order),
         tuple(_reduction(chain, positions, behind[chain[0]], hardware) for chain in chains),
         saved=_saved(step, positions),
@@ -168,7 +170,7 @@ def _gather(start: fx.Node, positions: Mapping[fx.Node, int], end: int, hardware
         # A reduction that sends a gathered parameter as it is may read it behind the last step.
         free=end if leaves and not kept else min(end, 1 + max(positions[node] for node in used)),
         size_bytes=result_bytes(start),
-        time_us=communication(start, hardware).time_us,
+        time_us=communication(start, hardware).alone_us,
         sent_bytes=sum(result_bytes(node) for node in sent if not shares_memory(node)),
         copy_us=sum(copy_of(node, hardware.device.host).time_us for node in copies),
         copy_bytes=sum(map(result_bytes, copies)),
@@ -209,7 +211,7 @@ def _reduction(
         born=min(positions[node] for node in gradients),
         ready=positions[first],
         size_bytes=sum(map(result_bytes, first.all_input_nodes)),
-        stages_us=tuple(communication(start, hardware).time_us for start in chain),
+        stages_us=tuple(communication(start, hardware).alone_us for start in chain),
         copy_us=sum(copy_of(node, hardware.device.host).time_us for node in copies),
         unit=_unsplit(first),
     )

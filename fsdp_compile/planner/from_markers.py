@@ -67,7 +67,7 @@ def outline(step: StepGraph, hardware: Hardware, fusion: Fusion, *, everything: 
         least = tuple(max(live[begin:end]) + step.beside_bytes for begin, end in spans)
     problem = Problem(
         tuple(
-            exchange(node, parse(read_text(node)), hardware).time_us if node.target in EXCHANGED else busy_us[node]
+            exchange(node, parse(read_text(node)), hardware).alone_us if node.target in EXCHANGED else busy_us[node]
             for node in steps
         ),
         tuple(gather for gather, _ in gathers),

@@ -33,39 +33,21 @@ def test_formulas_stay_open_in_world_size_and_bandwidth() -> None:
     ranks, rate = sympy.symbols("N gb_per_s", positive=True)
     link = make_link("open", rate, "unknown")
     size_bytes = 1e9
-    open_us = collective_us(
-        size_bytes * share_of_others(ranks),
-        ranks,
-        launch_us=link.launch.value,
-        hop_us=link.hop.value,
-        bytes_per_s=link.bytes_per_s,
-    )
+    open_us = link.formula_us(size_bytes * share_of_others(ranks), ranks, link.bytes_per_s)
     closed = hardware(link=50.0).link
     for n in (8, 8192):
-        here = collective_us(
-            size_bytes * share_of_others(n),
-            n,
-            launch_us=closed.launch.value,
-            hop_us=closed.hop.value,
-            bytes_per_s=closed.bytes_per_s,
-        )
+        here = closed.formula_us(size_bytes * share_of_others(n), n, closed.bytes_per_s)
         assert float(open_us.subs({ranks: n, rate: 50})) == pytest.approx(here)
     assert roofline_us(ranks, 5.0, 1.0, 1.0).subs({ranks: 3}) == 5e6
 
 
 def test_every_number_of_the_hardware_has_a_unit_and_a_source() -> None:
-    for device in DEVICES.values():
-        quantities = [
-            *device.matmul.values(),
-            device.matmul_share,
-            device.memory_rate,
-            device.memory_share,
-            device.memory,
-        ]
-        assert all(q.value > 0 and q.unit and q.source for q in quantities)
-    for link in LINKS.values():
-        quantities = [link.rate, link.rate_share, link.launch, link.hop]
-        assert all(q.value > 0 and q.unit and q.source for q in quantities)
+    devices, links = DEVICES.values(), (*LINKS.values(), *(device.near for device in DEVICES.values()))
+    quantities = [quantity for device in devices for quantity in device.matmul.values()]
+    quantities += [q for d in devices for q in (d.matmul_share, d.memory_rate, d.memory_share, d.memory)]
+    quantities += [q for link in links for q in (link.rate, link.rate_share, link.launch, link.hop)]
+    assert all(q.value > 0 and q.unit and q.source for q in quantities)
+    assert "323 GB/s" in LINKS["ib-400"].rate_share.source
 
 
 def test_unknown_hardware_is_refused_with_all_names() -> None:

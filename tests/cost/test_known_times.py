@@ -18,11 +18,10 @@ from fsdp_compile.cost.fusion import Fusion, plan_kernels
 from fsdp_compile.cost.hardware import Device, MeasuredCollective, hardware
 from fsdp_compile.errors import ConfigError, RankFailedError
 from fsdp_compile.explain import measure, measured
-from fsdp_compile.explain.api import explain
 from fsdp_compile.explain.plan import Plan
 from fsdp_compile.layout.hosts import GroupRanks
 from tests.cost.graphs import Sketch
-from tests.models.round_sizes import Stack, on_meta
+from tests.models.round_sizes import explained
 from tests.ranks import run_ranks
 
 aten = torch.ops.aten
@@ -82,15 +81,13 @@ def test_a_plan_takes_measured_collectives() -> None:
     table = [MeasuredCollective(kind.value, 4, ((0.0, 1e4), (1e12, 2e4))) for kind in (Kind.GATHER, Kind.REDUCE)]
     there = hardware(link=50.0)
     there = dataclasses.replace(there, link=dataclasses.replace(there.link, measured=tuple(table)))
-    model, x = on_meta(Stack)
-    plan = explain(model, x, world_size=4, options={"lower": "eager"}, hardware=there)
+    plan = explained(hardware=there)
     assert all(c.time_us == pytest.approx(1e4, rel=1e-3) for graph in plan.graphs for c in graph.collectives)
 
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    model, x = on_meta(Stack)
-    return explain(model, x, world_size=4, options={"lower": "eager"})
+    return explained()
 
 
 def test_times_are_measured_once_and_kept_in_a_file(plan: Plan, tmp_path: Path) -> None:
@@ -101,7 +98,7 @@ def test_times_are_measured_once_and_kept_in_a_file(plan: Plan, tmp_path: Path) 
     assert all(time_us > 0 for time_us in first.device.measured.values())
     (kept,) = json.loads(cache.read_text(encoding="utf-8")).values()
     assert kept == first.device.measured
-    with mock.patch.object(measure, "_median_us", side_effect=AssertionError):  # all of it is in the file
+    with mock.patch.object(measure, "median_us", side_effect=AssertionError):  # all of it is in the file
         again = measured(plan, cache=cache, rounds=1)
     assert again.device.measured == first.device.measured
     with pytest.raises(ConfigError, match="has run"):
@@ -119,10 +116,9 @@ def test_a_damaged_file_is_named(plan: Plan, text: str, tmp_path: Path) -> None:
 
 def _measure(folder: str) -> dict[str, float]:
     """What a rank gets; the ranks but the first one would measure other times."""
-    model, x = on_meta(Stack)
-    plan = explain(model, x, options={"lower": "eager"})
+    plan = explained(world_size=None)
     rank = dist.get_rank()
-    with mock.patch.object(measure, "_median_us", return_value=100.0 + rank):
+    with mock.patch.object(measure, "median_us", return_value=100.0 + rank):
         times = measured(plan).device.measured
     try:
         measured(plan, cache=folder)

@@ -125,10 +125,5 @@ def test_8_bit_matmuls_take_twice_the_rate_of_16_bit_ones() -> None:
             assert eight.value == pytest.approx(2 * device.matmul[torch.bfloat16].value, rel=1e-3)
 
 
-def test_every_network_and_near_link_has_numbers_with_sources() -> None:
-    for link in (*LINKS.values(), *(device.near for device in DEVICES.values())):
-        for quantity in (link.rate, link.rate_share, link.launch, link.hop):
-            assert quantity.value > 0
-            assert quantity.source
-    assert "323 GB/s" in LINKS["ib-400"].rate_share.source
+def test_a_blackwell_host_has_its_own_near_link() -> None:
     assert Hardware(DEVICES["b200"], LINKS["ib-400"], 8).link_of(GroupRanks(8)).name == "nvlink5"

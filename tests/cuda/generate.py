@@ -21,7 +21,7 @@ from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fsdp_compile.lower.inductor
-from fsdp_compile.explain.trace.stand_in import hollow, shard_stand_in
+from fsdp_compile.explain.stand_in import hollow, shard_stand_in
 from fsdp_compile.fsdp2.module_class import refresh_reads
 from fsdp_compile.ir.graph import Phase, Role, StepGraph, require, role_of
 from tests.cuda.llama import SMALL, Llama, Sizes

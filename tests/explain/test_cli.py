@@ -43,19 +43,8 @@ def test_a_model_of_the_users_is_explained_as_json_page_and_trace(
     module: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     html, trace = tmp_path / "p.html", tmp_path / "p.json"
-    argv = [
-        "explain",
-        f"{module}:make",
-        "--world-size",
-        "16",
-        "--lower",
-        "eager",
-        "--link",
-        "25",
-        "--device",
-        "a100-sxm",
-    ]
-    assert main([*argv, "--json", "--html", str(html), "--trace", str(trace)]) == 0
+    argv = f"explain {module}:make --world-size 16 --lower eager --link 25 --device a100-sxm --json".split()
+    assert main([*argv, "--html", str(html), "--trace", str(trace)]) == 0
     data = json.loads(capsys.readouterr().out)
     assert (data["title"], data["world_size"]) == ("Stack", 16)
     assert data["hardware"]["link"]["rate"]["value"] == 25e9

@@ -17,11 +17,11 @@ from fsdp_compile.cost.hardware import hardware
 from fsdp_compile.errors import BudgetTooSmallError, ConfigError
 from fsdp_compile.explain import api
 from fsdp_compile.explain.api import explain
+from fsdp_compile.explain.formulas import GB_PER_S, RANKS
 from fsdp_compile.explain.plan import Plan
-from fsdp_compile.explain.scale.symbolic import GB_PER_S, RANKS
 from tests import long
 from tests.fake_world import fake_world
-from tests.models.round_sizes import WIDTH, Stack, on_meta
+from tests.models.round_sizes import WIDTH, Stack, explained, on_meta
 
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -42,35 +42,45 @@ class Odd(nn.Module):
         return x
 
 
-def _explain(ranks: int, kind: type[nn.Module] = Stack, *args: torch.Tensor, gb_per_s: float = 50.0) -> Plan:
-    model, x = (kind(), args[0]) if args else on_meta(kind)
+def _explain(ranks: int, *, gb_per_s: float = 50.0) -> Plan:
+    return explained(Stack, ranks, hardware(link=gb_per_s), mp_policy=MIXED)
+
+
+def _odd(ranks: int) -> Plan:
     options = {"lower": "eager", "mp_policy": MIXED}
-    return explain(model, x, world_size=ranks, options=options, hardware=hardware(link=gb_per_s))
+    return explain(Odd(), torch.zeros(8, 67), world_size=ranks, options=options, hardware=hardware(link=50.0))
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return _explain(4)
+
+
+@pytest.fixture(scope="module")
+def odd() -> Plan:
+    return _odd(4)
 
 
 @long.parametrize("ranks", [2, 8, 64, 1], always=[64])
-def test_it_is_the_plan_of_a_world_of_that_size(ranks: int) -> None:
-    assert _explain(4).at(world_size=ranks) == _explain(ranks)
+def test_it_is_the_plan_of_a_world_of_that_size(plan: Plan, ranks: int) -> None:
+    assert plan.at(world_size=ranks) == _explain(ranks)
 
 
 @long.parametrize("ranks", [3, 16], always=[3])
-def test_shapes_that_divide_over_nothing_are_padded_as_they_would_be(ranks: int) -> None:
-    x = torch.zeros(8, 67)
-    assert _explain(4, Odd, x).at(world_size=ranks) == _explain(ranks, Odd, x)
+def test_shapes_that_divide_over_nothing_are_padded_as_they_would_be(odd: Plan, ranks: int) -> None:
+    assert odd.at(world_size=ranks) == _odd(ranks)
 
 
 @pytest.mark.long
-def test_a_link_can_be_exchanged_together_with_the_ranks_and_back() -> None:
-    plan = _explain(4)
+def test_a_link_can_be_exchanged_together_with_the_ranks_and_back(plan: Plan) -> None:
     elsewhere = plan.at(world_size=4096, gb_per_s=3.0)
     assert elsewhere == _explain(4096, gb_per_s=3.0)
     assert elsewhere.at(world_size=4, gb_per_s=50.0) == plan
 
 
 @long.parametrize("ranks", [2, 3, 64, 1000], always=[3, 1000])
-def test_formulas_give_the_numbers_of_the_plan_there(ranks: int) -> None:
-    plan = _explain(4, Odd, torch.zeros(8, 67))
-    formulas, there = plan.formulas(), plan.at(world_size=ranks, gb_per_s=7.0)
+def test_formulas_give_the_numbers_of_the_plan_there(odd: Plan, ranks: int) -> None:
+    formulas, there = odd.formulas(), odd.at(world_size=ranks, gb_per_s=7.0)
     values = {RANKS: ranks, GB_PER_S: 7.0}
     assert formulas.shard_bytes.subs(values) == sum(unit.shard_bytes for unit in there.units)
     assert float(formulas.sent_bytes.subs(values)) == pytest.approx(there.volume.total_bytes)
@@ -156,8 +166,7 @@ def test_a_part_of_the_world_does_not_grow_with_it() -> None:
             plan.formulas()
 
 
-def test_nothing_is_traced_again() -> None:
-    plan = _explain(4)
+def test_nothing_is_traced_again(plan: Plan) -> None:
     with (
         mock.patch.object(api, "trace", side_effect=AssertionError),
         mock.patch("torch.compile", side_effect=AssertionError),
@@ -171,8 +180,7 @@ def test_a_process_can_explain_as_often_as_it_likes() -> None:
     assert all(len(_explain(ranks).graphs) == 2 for ranks in range(2, limit + 3))
 
 
-def test_numbers_that_make_no_sense_are_refused() -> None:
-    plan = _explain(4)
+def test_numbers_that_make_no_sense_are_refused(plan: Plan) -> None:
     with pytest.raises(ConfigError, match="no 0 ranks"):
         plan.at(world_size=0)
     with pytest.raises(ConfigError, match="-1 GB/s"):

@@ -19,7 +19,7 @@ from fsdp_compile.explain.plan import Plan
 from fsdp_compile.ir.graph import Phase
 from fsdp_compile.sharding.fully_shard import fully_shard
 from tests.fake_world import fake_world
-from tests.models.round_sizes import WIDTH, Broken, Partial, Stack, on_meta
+from tests.models.round_sizes import WIDTH, Broken, Partial, Stack, explained, on_meta
 
 EAGER: dict[str, Any] = {"lower": "eager"}
 
@@ -92,17 +92,12 @@ def test_a_model_larger_than_this_machine_is_explained() -> None:
 
 @pytest.mark.long
 def test_meta_and_real_models_have_the_same_plan() -> None:
-    meta, x = on_meta(Stack)
-    options = {"lower": "eager"}
-    first = explain(meta, x, world_size=4, options=options).to_dict()
-    again = explain(meta, x, world_size=4, options=options).to_dict()
-    real = explain(Stack(), torch.zeros(64, WIDTH), world_size=4, options=options).to_dict()
-    assert first == again == real
+    real = explain(Stack(), torch.zeros(64, WIDTH), world_size=4, options=EAGER).to_dict()
+    assert explained().to_dict() == explained().to_dict() == real
 
 
 def test_inductor_graphs_have_the_same_forward_collectives_and_fewer_live_values() -> None:
-    model, x = on_meta(Stack)
-    eager, inductor = (explain(model, x, world_size=4, options={"lower": lower}) for lower in ("eager", "inductor"))
+    eager, inductor = (explained(lower=lower) for lower in ("eager", "inductor"))
 
     def sent(plan: Plan) -> list[tuple[str, str, int]]:
         return [(c.unit, c.kind.value, c.size_bytes) for graph in plan.forward for c in graph.collectives]
@@ -151,30 +146,27 @@ def test_what_cannot_be_planned_is_refused() -> None:
 
 
 def test_graph_breaks_make_regions_whose_backwards_run_in_reverse() -> None:
-    model, x = on_meta(Broken)
-    plan = explain(model, x, world_size=4, options=EAGER)
+    plan = explained(Broken)
     order = [(graph.phase, graph.region) for graph in plan.graphs]
     assert order == [(Phase.FORWARD, 0), (Phase.FORWARD, 1), (Phase.BACKWARD, 1), (Phase.BACKWARD, 0)]
     assert "graph breaks" in _skipped(plan)["overlap across compiled regions"]
 
 
 def test_frozen_and_unread_parameters_are_named() -> None:
-    model, x = on_meta(Partial)
-    said = _skipped(explain(model, x, world_size=4, options=EAGER))
+    said = _skipped(explained(Partial))
     assert said["frozen.weight: not reduced"] == "frozen"
     assert said["unused: not gathered in forward"] == "the graph does not read it"
     assert said["unused: not reduced"] == "no output depends on it"
 
 
 def test_kept_units_a_single_rank_and_missing_gradients_are_named() -> None:
-    model, x = on_meta(Stack)
-    kept = _skipped(explain(model, x, world_size=4, options={**EAGER, "reshard_after_forward": False}))
+    kept = _skipped(explained(reshard_after_forward=False))
     assert kept["blocks.0, blocks.1, blocks.2: not resharded after forward"] == "reshard_after_forward=False"
-    alone = explain(model, x, world_size=1, options=EAGER)
+    alone = explained(world_size=1)
     assert _skipped(alone) == {"all collectives": "there is one rank"}
     assert alone.volume.total_bytes == 0
     with torch.no_grad():
-        inference = explain(model, x, world_size=4, options=EAGER)
+        inference = explained()
     assert "gradients are off" in _skipped(inference)["backward"]
     assert inference.backward == ()
     assert inference.volume.sent_bytes.keys() == {Kind.GATHER}

@@ -16,12 +16,12 @@ from fsdp_compile.cost.communicate import Kind
 from fsdp_compile.cost.fusion import Fusion
 from fsdp_compile.cost.hardware import Hardware, hardware
 from fsdp_compile.explain.api import explain
+from fsdp_compile.explain.page import page
 from fsdp_compile.explain.plan import Plan
-from fsdp_compile.explain.show.page import page
 from fsdp_compile.ir.graph import Phase
 from fsdp_compile.planner.from_markers import outline
 from tests.fake_world import fake_world
-from tests.models.round_sizes import Stack, on_meta
+from tests.models.round_sizes import Stack, explained
 
 THERE = hardware("h100-sxm", "ib-400", ranks_per_host=8)
 WHOLE_GB_PER_S = 323.0
@@ -29,8 +29,7 @@ WHOLE_GB_PER_S = 323.0
 
 
 def _plan(world_size: int, there: Hardware | None = THERE, **options: Any) -> Plan:
-    model, x = on_meta(Stack)
-    return explain(model, x, world_size=world_size, options={"lower": "eager", **options}, hardware=there)
+    return explained(Stack, world_size, there, **options)
 
 
 def _links(plan: Plan, phase: Phase, kind: Kind) -> set[tuple[str, int, float]]:
@@ -80,7 +79,7 @@ def test_plans_before_the_passes_price_replicas_on_their_link(monkeypatch: pytes
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     plan = _plan(32, THERE, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
     assert plan.traced is not None
-    _, backward = plan.traced.regions[0].steps
+    _, backward = plan.traced.regions[0].captured
     problem = outline(backward, THERE, Fusion.NONE, everything=False).problem
     for reduction in problem.reductions:
         over_shards = 10 + 5 * 3 + reduction.size_bytes * (7 / 8) / 405e3
@@ -117,7 +116,7 @@ def test_plans_before_the_passes_count_low_bit_messages_and_whole_parameters() -
     for sent in (None, "nvfp4"):
         traced = _plan(8, mp_policy=MixedPrecision(torch.bfloat16, gather_dtype=sent)).traced
         assert traced is not None
-        found.append(outline(traced.regions[0].steps[0], THERE, Fusion.NONE, everything=False).problem.gathers)
+        found.append(outline(traced.regions[0].captured[0], THERE, Fusion.NONE, everything=False).problem.gathers)
     for mine, sent_low in zip(*found, strict=True):
         assert mine.size_bytes == pytest.approx(sent_low.size_bytes, rel=0.05), "full parameters are in memory"
         started_us = 10 + 5 * 3

@@ -16,7 +16,7 @@ from fsdp_compile.explain.api import explain
 from fsdp_compile.explain.plan import Plan
 from tests import long
 from tests.fake_world import fake_world
-from tests.models.round_sizes import WIDTH, Broken, Partial, Stack, on_meta
+from tests.models.round_sizes import WIDTH, Broken, Partial, Stack, explained
 
 LINKS = (0.05, 1.0, 50.0)
 """GB/s: the link decides, neither does, computing does."""
@@ -36,10 +36,11 @@ class _Looked(nn.Module):
 
 
 def _plan(model: type[nn.Module], gb_per_s: float, **options: object) -> Plan:
-    made, x = on_meta(model)
-    if model is _Looked:
-        x = torch.zeros(512, dtype=torch.long, device="meta")
-    return explain(made, x, world_size=4, options={**EAGER, **options}, hardware=hardware(link=gb_per_s))
+    if model is not _Looked:
+        return explained(model, 4, hardware(link=gb_per_s), **options)
+    with torch.device("meta"):
+        made, rows = model(), torch.zeros(512, dtype=torch.long)
+    return explain(made, rows, world_size=4, options={**EAGER, **options}, hardware=hardware(link=gb_per_s))
 
 
 @long.parametrize(
@@ -74,8 +75,7 @@ def test_graph_breaks_and_what_is_frozen_or_not_read(model: type[nn.Module]) -> 
 def test_replicas_have_a_link_of_their_own() -> None:
     with fake_world(4):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        model, x = on_meta(Stack)
-        plan = explain(model, x, options={**EAGER, "mesh": mesh}, hardware=hardware(link=0.05))
+        plan = explained(Stack, None, hardware(link=0.05), mesh=mesh)
     assert 0.6 < plan.bound.sent_bytes / plan.volume.total_bytes <= 1
     assert 0 < plan.bound.time_us <= plan.step_us
 

@@ -11,11 +11,10 @@ from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy
 from fsdp_compile.cost.communicate import COPIES, Kind
 from fsdp_compile.cost.hardware import Hardware, Quantity, hardware
 from fsdp_compile.cost.memory import Holder
-from fsdp_compile.explain.api import explain
+from fsdp_compile.explain.formulas import RANKS as SYMBOL
 from fsdp_compile.explain.plan import Plan
-from fsdp_compile.explain.scale.symbolic import RANKS as SYMBOL
 from tests import long
-from tests.models.round_sizes import WIDTH, Stack, on_meta
+from tests.models.round_sizes import WIDTH, Stack, explained
 
 RANKS, BLOCKS = 4, 3
 MATRIX, VECTOR = WIDTH * WIDTH, WIDTH
@@ -26,9 +25,8 @@ READ_AGAIN = 4 * (MATRIX + VECTOR) // RANKS
 
 
 def plan_of(policy: object = None, at: Hardware | None = None, **options: object) -> Plan:
-    model, x = on_meta(Stack)
     offload = {} if policy is None else {"offload_policy": policy}
-    return explain(model, x, world_size=RANKS, options={"lower": "eager", **offload, **options}, hardware=at)
+    return explained(Stack, RANKS, at, **offload, **options)
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ from fsdp_compile.cost.hardware import hardware
 from fsdp_compile.cost.memory import Holder
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.explain.api import explain
+from fsdp_compile.explain.open_sizes import BATCH, SEQUENCE
 from fsdp_compile.explain.plan import Plan
-from fsdp_compile.explain.trace.dims import BATCH, SEQUENCE
 from fsdp_compile.training.model import Llama, ModelShape
 
 SHAPE = ModelShape(width=256, layers=1, heads=4, seq_len=64)

@@ -13,14 +13,13 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp_compile import explain, fully_shard
-from fsdp_compile.cost.communicate import Kind
+from fsdp_compile.cost.communicate import Kind, is_own, own_communication
 from fsdp_compile.cost.fusion import Fusion, plan_kernels
 from fsdp_compile.cost.hardware import hardware
-from fsdp_compile.cost.own_collectives import is_own, own_communication
 from fsdp_compile.cost.timeline import Event, Start, Wait, simulate, times_us
 from fsdp_compile.errors import UnsupportedModelError
+from fsdp_compile.explain.page import trace_events
 from fsdp_compile.explain.plan import Plan
-from fsdp_compile.explain.show.trace_events import trace_events
 from fsdp_compile.layout.hosts import GroupRanks
 from fsdp_compile.passes.hide_own_collectives import HideOwnCollectives, HidePlan
 from tests.fake_world import fake_world
@@ -28,6 +27,22 @@ from tests.models.tensor_parallel import VOCABULARY, Llama, split
 
 collectives = torch.ops._c10d_functional
 MB = 2**20
+
+
+def _graph(operator: torch._ops.OpOverload, *arguments: object) -> tuple[fx.Graph, list[fx.Node]]:
+    """Such a collective over 4 ranks, computing that does not need it, and the wait."""
+    with FakeTensorMode():
+        group = torch.distributed.group.WORLD
+        assert group is not None
+        graph = fx.Graph()
+        x = graph.placeholder("x")
+        x.meta["val"] = torch.empty(MB // 4)
+        own = graph.call_function(operator, (x, *arguments, group.group_name))  # type: ignore[arg-type]
+        own.meta["val"] = operator(x.meta["val"], *arguments, group.group_name)
+        computed = graph.call_function(torch.ops.aten.relu.default, (x,))
+        wait = graph.call_function(collectives.wait_tensor.default, (own,))
+        computed.meta["val"], wait.meta["val"] = x.meta["val"], own.meta["val"]
+    return graph, [own, computed, wait]
 
 
 @pytest.mark.parametrize(
@@ -43,18 +58,12 @@ def test_time_of_a_collective(
     operator: torch._ops.OpOverload, arguments: tuple[object, ...], sent_bytes: float, per_host: int, rate: float
 ) -> None:
     there = hardware("h100-sxm", ranks_per_host=per_host)
-    with fake_world(4), FakeTensorMode():
-        group = torch.distributed.group.WORLD
-        assert group is not None
-        graph = fx.Graph()
-        x = graph.placeholder("x")
-        x.meta["val"] = torch.empty(MB // 4)
-        node = graph.call_function(operator, (x, *arguments, group.group_name))  # type: ignore[arg-type]
-        node.meta["val"] = operator(x.meta["val"], *arguments, group.group_name)
+    with fake_world(4):
+        _, (node, *_) = _graph(operator, *arguments)
         assert is_own(node)
         sent = own_communication(node, there)
         assert sent.sent_bytes == sent_bytes
-        assert sent.time_us == pytest.approx(there.link_of(GroupRanks(4)).formula_us(sent_bytes, 4, rate))
+        assert sent.alone_us == pytest.approx(there.link_of(GroupRanks(4)).formula_us(sent_bytes, 4, rate))
 
 
 @pytest.mark.parametrize(("per_host", "links"), [(2, ("ib-400", "nvlink4")), (4, ("nvlink4", "nvlink4"))])
@@ -108,23 +117,14 @@ def test_groups_on_one_link_share_its_time() -> None:
 
 def test_the_planner_counts_what_nothing_hides_of_them() -> None:
     there = hardware("h100-sxm", ranks_per_host=4)
-    with fake_world(4), FakeTensorMode():
-        group = torch.distributed.group.WORLD
-        assert group is not None
-        graph = fx.Graph()
-        x = graph.placeholder("x")
-        x.meta["val"] = torch.empty(MB // 4)
-        nodes = [graph.call_function(collectives.all_reduce.default, (x, "sum", group.group_name))]
-        nodes.append(graph.call_function(torch.ops.aten.relu.default, (x,)))
-        nodes.append(graph.call_function(collectives.wait_tensor.default, (nodes[0],)))
-        for node in nodes:
-            node.meta["val"] = x.meta["val"]
+    with fake_world(4):
+        graph, nodes = _graph(collectives.all_reduce.default, "sum")
         sent = own_communication(nodes[0], there)
         took = times_us(graph, there, plan_kernels(graph, Fusion.NONE))
     start, computed, wait = (took[node] for node in nodes)
     assert start == 0.0
-    assert 0.0 < computed < sent.time_us
-    assert wait == pytest.approx(sent.time_us - computed)
+    assert 0.0 < computed < sent.alone_us
+    assert wait == pytest.approx(sent.alone_us - computed)
 
 
 def _backward_of_a_split_llama() -> tuple[Plan, float]:

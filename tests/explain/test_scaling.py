@@ -11,18 +11,16 @@ import pytest
 
 from fsdp_compile.cli.main import main
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.explain.api import explain
 from fsdp_compile.explain.plan import Plan
-from fsdp_compile.explain.scale.scaling import Scaling
-from tests.models.round_sizes import Stack, on_meta
+from fsdp_compile.explain.scaling import Scaling
+from tests.models.round_sizes import explained
 
 RANKS = [2, 16, 64]
 
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    model, x = on_meta(Stack)
-    return explain(model, x, world_size=4, options={"lower": "eager"})
+    return explained()
 
 
 @pytest.fixture(scope="module")
@@ -33,15 +31,16 @@ def scaling(plan: Plan) -> Scaling:
 def test_rows_are_the_plans_there(plan: Plan, scaling: Scaling) -> None:
     assert [row.world_size for row in scaling.rows] == RANKS
     for row in scaling.rows:
-        there = plan.at(world_size=row.world_size, gb_per_s=5.0)
-        assert (row.step_us, row.busy_us, row.peak_bytes) == (there.step_us, there.busy_us, there.peak_bytes)
-        assert row.bound_us == there.bound.time_us <= row.step_us
-        assert row.sent_bytes == there.volume.total_bytes
+        assert row == plan.at(world_size=row.world_size, gb_per_s=5.0)
+        assert row.bound.time_us <= row.step_us
         assert row.step_us == pytest.approx(row.compute_us + row.exposed_us)
         assert 0 < row.efficiency <= 1
     shards = [row.shard_bytes for row in scaling.rows]
     assert shards == sorted(shards, reverse=True)
-    assert json.loads(json.dumps(scaling.to_dict()))["rows"][0]["world_size"] == RANKS[0]
+    shown = json.loads(json.dumps(scaling.to_dict()))["rows"]
+    assert [row["world_size"] for row in shown] == RANKS
+    assert [row["sent_bytes"] for row in shown] == [row.volume.total_bytes for row in scaling.rows]
+    assert [row["bound_us"] for row in shown] == [row.bound.time_us for row in scaling.rows]
     with pytest.raises(ConfigError, match="no number of ranks"):
         plan.scaling([])
 
@@ -59,17 +58,7 @@ def test_it_is_drawn_with_one_tick_per_number_of_ranks(scaling: Scaling, tmp_pat
 def test_the_command_draws_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "scaling.svg"
-    argv = [
-        "explain",
-        "tests.models.round_sizes:stack",
-        "--lower",
-        "eager",
-        "--scaling",
-        str(path),
-        "--world-sizes",
-        "2",
-        "8",
-    ]
+    argv = f"explain tests.models.round_sizes:stack --lower eager --scaling {path} --world-sizes 2 8".split()
     assert main(argv) == 0
     assert "<svg" in path.read_text(encoding="utf-8")
     assert f"wrote {path}" in capsys.readouterr().err
@@ -83,10 +72,7 @@ def test_without_matplotlib_the_command_to_install_it_is_named(
     def missing(name: str) -> object:
         return None if name == "matplotlib" else importlib.util.find_spec(name)
 
-    for module in (
-        "explain.scale.scaling",
-        "cli.explain",
-    ):  # by name: `explain` is a function, too
+    for module in ("explain.scaling", "cli.explain"):  # by name: `explain` is a function, too
         monkeypatch.setattr(importlib.import_module(f"fsdp_compile.{module}"), "find_spec", missing)
     with pytest.raises(ConfigError, match=r"pip install 'fsdp-compile\[plot\]'"):
         scaling.save_png(tmp_path / "scaling.png")

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_compile.explain.api import explain
-from tests.models.round_sizes import Stack, on_meta
+from tests.models.round_sizes import explained
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 BROWSER = next((found for found in map(shutil.which, _NAMES) if found), None)
@@ -32,10 +31,7 @@ def _browse(page: Path, profile: Path, *what: str) -> subprocess.CompletedProces
 
 @pytest.fixture
 def written(tmp_path: Path) -> Path:
-    model, x = on_meta(Stack)
-    return explain(model, x, world_size=64, options={"lower": "eager", "bucket_mb": 0}).save_html(
-        tmp_path / "plan.html"
-    )
+    return explained(world_size=64, bucket_mb=0).save_html(tmp_path / "plan.html")
 
 
 def test_the_script_draws_lanes_curve_and_tables(written: Path, tmp_path: Path) -> None:

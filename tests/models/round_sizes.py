@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
+from fsdp_compile.cost.hardware import Hardware
+from fsdp_compile.explain import Plan
+from fsdp_compile.explain import explain as plan_of
 from tests.models.layers import InARow
 
 WIDTH = 256
@@ -61,6 +66,14 @@ def on_meta(make: type[nn.Module]) -> tuple[nn.Module, torch.Tensor]:
     """A model and its input, without memory."""
     with torch.device("meta"):
         return make(), torch.zeros(64, WIDTH)
+
+
+def explained(
+    make: type[nn.Module] = Stack, world_size: int | None = 4, hardware: Hardware | None = None, **options: Any
+) -> Plan:
+    """The plan of such a model, without Inductor unless asked."""
+    model, x = on_meta(make)
+    return plan_of(model, x, world_size=world_size, options={"lower": "eager", **options}, hardware=hardware)
 
 
 def stack() -> tuple[nn.Module, tuple[torch.Tensor]]:

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile._torch.distributed import timeout_of
-from fsdp_compile.parity.experiment import Accumulation, Experiment, Level, Reference, adamw, mean_loss, sgd
+from fsdp_compile.parity.experiment import Experiment, Level, Reference
 from fsdp_compile.parity.sides import CastParameters, _mesh
 from fsdp_compile.parity.train import train_both
 from tests.models.matrix import MODELS, make_batch
@@ -89,25 +89,7 @@ def _pairs(step: int) -> _Pair:
 
 
 def _experiment(**changes: Any) -> Experiment:
-    settings: dict[str, Any] = {
-        "make_model": _Scaled,
-        "make_batch": _pairs,
-        "world_size": 2,
-        "reference": Reference.FSDP1,
-        "steps": 2,
-        "level": Level.BITWISE,
-        "loss": mean_loss,
-        "optimizer": adamw,
-        "options": {},
-        "replicas": 1,
-        "seed": 0,
-        "mp_policy": MixedPrecisionPolicy(),
-        "reshard_after_forward": True,
-        "prepare": None,
-        "timeout_s": 300,
-        "micro_batches": 1,
-        "accumulation": Accumulation.REDUCE_EACH,
-    }
+    settings: dict[str, Any] = {"make_model": _Scaled, "make_batch": _pairs, "reference": Reference.FSDP1, "steps": 2}
     return Experiment(**settings | changes)
 
 
@@ -115,7 +97,7 @@ def _shard_in_bfloat16(model: nn.Module, fully_shard: Any) -> None:
     fully_shard(model, mp_policy=_BF16)
 
 
-_LOOSE: dict[str, Any] = {"level": Level.TOLERANCE, "options": {"lower": "eager"}, "optimizer": sgd}
+_LOOSE: dict[str, Any] = {"level": Level.TOLERANCE, "options": {"lower": "eager"}}
 _CASES = {
     "a reduction in bfloat16": _experiment(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)),
     "inputs are not cast": _experiment(mp_policy=MixedPrecisionPolicy(torch.bfloat16, cast_forward_inputs=False)),

@@ -62,7 +62,7 @@ def _backward() -> StepGraph:
     x = torch.ones(4096, 32 * WIDTH, device="meta")
     plan = explain(model, x, world_size=4, hardware=hardware("cpu", 1.0))
     assert plan.traced is not None
-    return plan.traced.regions[0].steps[1]
+    return plan.traced.regions[0].captured[1]
 
 
 def _drawing(step: StepGraph) -> list[str]:

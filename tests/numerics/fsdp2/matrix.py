@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_compile.parity.experiment import Accumulation, Experiment, Level, Reference, adamw, mean_loss, sgd
+from fsdp_compile.parity.experiment import Accumulation, Experiment, Level
 from tests.models.matrix import MODELS, make_batch
 
 WORLD_SIZES = (1, 2, 4)
@@ -97,20 +97,14 @@ class Combination:
             make_model=functools.partial(MODELS[self.model], recompute=RECOMPUTES[self.recompute]),
             make_batch=make_batch,
             world_size=self.world_size,
-            reference=Reference.FSDP2,
             level=Level.BITWISE if bitwise else Level.TOLERANCE,
             steps=steps,
-            loss=mean_loss,
-            optimizer=adamw if bitwise else sgd,
             options={"lower": lower, **options},
             mp_policy=PRECISIONS[self.precision],
             reshard_after_forward=strategy.reshard,
             replicas=strategy.replicas,
-            prepare=None,
             micro_batches=micro_batches,
             accumulation=accumulation,
-            seed=0,
-            timeout_s=300,
         )
 
 

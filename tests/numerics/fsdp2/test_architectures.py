@@ -10,7 +10,7 @@ import os
 
 import pytest
 
-from fsdp_compile.parity.experiment import Experiment, Level, Reference, adamw, mean_loss, sgd
+from fsdp_compile.parity.experiment import Experiment, Level, Reference, sgd
 from fsdp_compile.parity.train import train_both
 from tests.models.architectures import ARCHITECTURES, ShardBlocks
 from tests.numerics.fsdp2.matrix import PRECISIONS
@@ -28,18 +28,9 @@ def _experiment(name: str, precision: str) -> Experiment:
         make_model=ARCHITECTURES[name].make_model,
         make_batch=ARCHITECTURES[name].make_batch,
         world_size=2,
-        reference=Reference.FSDP2,
-        level=Level.BITWISE,
         steps=2,
-        loss=mean_loss,
-        optimizer=adamw,
         options={"lower": "eager"},
         mp_policy=PRECISIONS[precision],
-        reshard_after_forward=True,
-        replicas=1,
-        prepare=None,
-        micro_batches=1,
-        seed=0,
         timeout_s=LIMIT_S,
     )
     if name == "vision (ViT)":

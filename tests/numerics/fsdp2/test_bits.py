@@ -13,12 +13,11 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_compile
-from fsdp_compile.parity.experiment import Accumulation, Experiment, Level, Reference, adamw, mean_loss
+from fsdp_compile.parity.experiment import Accumulation, Experiment
 from fsdp_compile.parity.train import train_both
 from tests.ranks import run_ranks
 
 _BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-_FLOAT32 = MixedPrecisionPolicy()
 
 
 class Odd(nn.Module):
@@ -44,12 +43,8 @@ def make_batch(step: int) -> torch.Tensor:
 
 
 def _experiment(**changes: Any) -> Experiment:
-    plain = Experiment(
-        make_model=make_model, make_batch=make_batch, world_size=4, reference=Reference.FSDP2, level=Level.BITWISE,
-        steps=2, loss=mean_loss, optimizer=adamw, options={}, mp_policy=_FLOAT32, reshard_after_forward=True,
-        replicas=1, prepare=None, micro_batches=1, accumulation=Accumulation.REDUCE_EACH, seed=0, timeout_s=300,
-    )  # fmt: skip
-    return dataclasses.replace(plain, **changes)
+    settings: dict[str, Any] = {"world_size": 4, "steps": 2}
+    return Experiment(make_model=make_model, make_batch=make_batch, **settings | changes)
 
 
 def _different(experiments: list[Experiment]) -> list[list[str]]:

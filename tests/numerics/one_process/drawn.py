@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_compile.parity.experiment import Experiment, Level, Reference, mean_loss, sgd
+from fsdp_compile.parity.experiment import Experiment, Level, Reference
 from tests.models.matrix import WIDTH, Block, make_batch
 from tests.numerics.fsdp2.matrix import ACCUMULATIONS, PRECISIONS, STRATEGIES
 
@@ -149,8 +149,6 @@ class Drawn:
             reference=Reference.SINGLE,
             level=Level.TOLERANCE,
             steps=2,
-            loss=mean_loss,
-            optimizer=sgd,
             options={"lower": "eager", "prefetch": self.prefetch},
             mp_policy=PRECISIONS[self.precision],
             reshard_after_forward=strategy.reshard,
@@ -158,8 +156,6 @@ class Drawn:
             prepare=self.prepare if self.units == "each layer" else None,
             micro_batches=micro_batches,
             accumulation=accumulation,
-            seed=0,
-            timeout_s=300,
         )
 
 

@@ -150,3 +150,67 @@ function watch(svg) {
   svg.addEventListener("pointerleave", e => tip(e, ""));
   svg.addEventListener("dblclick", () => show(0, total));
 }
+
+function table(id, head, rows) {
+  const cell = (name, text, numeric) => `<${name}${numeric ? ' class="n"' : ""}>${text}</${name}>`;
+  byId(id).innerHTML = `<thead><tr>${head.map(h => cell("th", escapeHtml(h.replace(/ $/, "")), h.endsWith(" "))).join("")}</tr></thead><tbody>` +
+    rows.map(r => `<tr ${r.attributes || ""}>${r.cells.map((c, i) => cell("td", c, head[i].endsWith(" "))).join("")}</tr>`).join("") + "</tbody>";
+}
+
+function fillSummary() {
+  byId("title").textContent = `${plan.title} on ${plan.world_size} ranks`;
+  byId("setting").textContent = `${plan.hardware.device.name}, ${plan.links}; estimated from the graphs, nothing was run`;
+  byId("cards").innerHTML = plan.summary.map(([name, value, more]) =>
+    `<div class="card"><b>${escapeHtml(value)}</b><span>${escapeHtml(name + more)}</span></div>`).join("");
+  const key = (color, name) => `<span><i style="background:${color}"></i>${escapeHtml(name)}</span>`;
+  const kinds = [...new Set(transfers.map(c => c.kind))];
+  byId("lane-key").innerHTML = key("var(--compute)", "compute") + kinds.map(k => key(COLOR[k], k)).join("") + key("var(--stall)", "compute waits");
+  byId("memory-key").innerHTML = holders.map(h => key(h.color, h.name)).join("");
+}
+
+function fillCollectives(shown) {
+  const where = p => p ? `<code title="%${escapeHtml(p.node)} ${escapeHtml(p.where)}">${p.index}</code>` : "–";
+  table("collectives", ["graph", "unit", "what", "dtype", "messages", "whole ", "on link ", "exposed ", "why", "start ", "wait ", "last use ", "freed "],
+    transfers.filter(c => !shown || c.exposure === shown).map(c => {
+      const own = c.messages.filter(m => m.layout === "own message"), packed = c.messages.filter(m => m.layout === "packed");
+      const layout = [own.length && `${own.length} own`, packed.length && `${packed.reduce((n, m) => n + m.parameters.length, 0)} packed`].filter(Boolean).join(", ");
+      const names = c.messages.flatMap(m => m.parameters).join("\n");
+      return {
+        attributes: `class="pick" data-row="${c.id}"`,
+        cells: [plan.graphs[c.graph].phase, escapeHtml(c.unit), `<i style="display:inline-block;width:9px;height:9px;border-radius:2px;margin-right:6px;background:${COLOR[c.kind]}"></i>${c.kind}`,
+          c.dtype, `<span class="whole" title="${escapeHtml(names)}">${layout}</span>`, bytes(c.size_bytes), time(c.time_us),
+          c.exposed_us > 1 ? `<span class="bad">${time(c.exposed_us)}</span>` : "hidden", escapeHtml(c.reason), where(c.start), where(c.wait), where(c.last_use), where(c.reshard)],
+      };
+    }));
+}
+
+function fillFilters() {
+  const kinds = ["", ...new Set(transfers.map(c => c.exposure))];
+  const show = shown => {
+    byId("filters").innerHTML = kinds.map(k => `<button data-shown="${escapeHtml(k)}" aria-pressed="${k === shown}">${escapeHtml(k || "all")} ${k ? transfers.filter(c => c.exposure === k).length : transfers.length}</button>`).join("");
+    fillCollectives(shown);
+  };
+  byId("filters").addEventListener("click", e => { if ("shown" in e.target.dataset) show(e.target.dataset.shown); });
+  show("");
+}
+
+function fillTables() {
+  const peak = plan.graphs.find(g => g.memory.peak_bytes === plan.peak_bytes);
+  table("peak", ["node", "module or unit", "held for", "bytes "], !peak ? [] : peak.memory.largest.map(a => ({
+    cells: [`<code>%${escapeHtml(a.node)}</code>`, escapeHtml(a.where), escapeHtml(a.holder), bytes(a.size_bytes)] })));
+  const shown = plan.tables.filter(t => t.rows.length);
+  byId("tables").insertAdjacentHTML("beforeend", shown.map((t, i) => `<div class="panel"><h2>${t.title}</h2><div class="scroll"><table id="table-${i}"></table></div></div>`).join(""));
+  shown.forEach((t, i) => table(`table-${i}`, t.columns, t.rows.map(row => ({ cells: row.map(escapeHtml) }))));
+}
+
+function light(id, on) {
+  document.querySelectorAll(`[data-transfer="${id}"]`).forEach(e => e.classList.toggle("lit", on));
+}
+
+fillSummary(); fillFilters(); fillTables(); draw();
+["timeline", "memory"].forEach(id => watch(byId(id)));
+addEventListener("resize", draw);
+["mouseover", "mouseout"].forEach(kind => byId("collectives").addEventListener(kind, e => {
+  const row = e.target.closest("[data-row]");
+  if (row) light(row.dataset.row, kind === "mouseover");
+}));

@@ -38,13 +38,10 @@ def skipped(model: nn.Module, units: Sequence[UnitData], graphs: Sequence[GraphP
 
 def not_in_graphs(units: Sequence[Unit]) -> Iterator[Skipped]:
     """Units of a model that has run for which nothing was compiled, so that its graphs do not count them."""
-    names = [unit.title for unit in units if unit.groups and not _is_compiled(unit)]
+    compiled = {unit for unit in units if any(region.steps for region in unit.compiled_regions.values())}
+    names = [unit.title for unit in units if unit.groups and unit not in compiled]
     why = "nothing was compiled for it: it has not run, or it runs the code of a unit that is laid out alike"
     yield from _some(names, "not in the numbers", why)
-
-
-def _is_compiled(unit: Unit) -> bool:
-    return any(region.steps for region in unit.compiled_regions.values())
 
 
 def _graph_breaks(graphs: Sequence[GraphPlan]) -> Iterator[Skipped]:
@@ -71,24 +68,26 @@ def _uneven(units: Sequence[UnitData]) -> Iterator[Skipped]:
         yield from _some(names, "even split", why)
 
 
+Served = set[tuple[str, str]]
+"""Unit and name of parameters."""
+
+
+def _served(graphs: Sequence[GraphPlan], *kinds: Kind) -> Served:
+    """The parameters that collectives of some kinds are for."""
+    sent = [c for graph in graphs for c in graph.collectives if c.kind in kinds]
+    return {(unit, name) for c in sent for unit in c.units for name in c.parameters}
+
+
 def _never_gathered(units: Sequence[UnitData], graphs: Sequence[GraphPlan]) -> Iterator[Skipped]:
     for phase in dict.fromkeys(graph.phase for graph in graphs):
-        read = {
-            (unit, name)
-            for graph in graphs
-            if graph.phase is phase
-            for c in graph.collectives
-            if c.kind in (Kind.GATHER, Kind.EXCHANGE)
-            for unit in c.units
-            for name in c.parameters
-        }
-        dropped = [
-            (unit, slot)
+        read = _served([graph for graph in graphs if graph.phase is phase], Kind.GATHER, Kind.EXCHANGE)
+        unread = [
+            slot.name
             for unit in units
             for slot in unit.params
             if slot.spec.size > 1 and (phase is Phase.FORWARD or slot.spec.reshard is not Reshard.AFTER_BACKWARD)
+            if (unit.title, slot.name) not in read
         ]
-        unread = [slot.name for unit, slot in dropped if not _among(read, unit, slot.name)]
         why = "the graph does not read it" if phase is Phase.FORWARD else "no gradient needs its value"
         yield from _some(unread, f"not gathered in {phase.value}", why)
 
@@ -97,19 +96,10 @@ def _never_reduced(units: Sequence[UnitData], graphs: Sequence[GraphPlan]) -> It
     if not any(graph.phase is Phase.BACKWARD for graph in graphs):
         yield Skipped("backward", "gradients are off, or nothing that the model returns needs them")
         return
-    reduced = {
-        (unit, name)
-        for graph in graphs
-        for c in graph.collectives
-        if c.kind in (Kind.REDUCE, Kind.REPLICATE, Kind.EXCHANGE)
-        for unit in c.units
-        for name in c.parameters
-    }
-    missing = [
-        (slot.trained, slot.name) for unit in units for slot in unit.params if not _among(reduced, unit, slot.name)
-    ]
-    yield from _some([n for trained, n in missing if not trained], "not reduced", "frozen")
-    yield from _some([n for trained, n in missing if trained], "not reduced", "no output depends on it")
+    reduced = _served(graphs, Kind.REDUCE, Kind.REPLICATE, Kind.EXCHANGE)
+    missing = [slot for unit in units for slot in unit.params if (unit.title, slot.name) not in reduced]
+    yield from _some([slot.name for slot in missing if not slot.trained], "not reduced", "frozen")
+    yield from _some([slot.name for slot in missing if slot.trained], "not reduced", "no output depends on it")
 
 
 _WHY_KEPT = {
@@ -126,10 +116,6 @@ def _kept_unsharded(units: Sequence[UnitData], graphs: Sequence[GraphPlan]) -> I
         what = f"not resharded after {graph.phase.value}"
         for reshard, why in _WHY_KEPT.items():
             yield from _some([unit for unit in kept if asked[unit] is reshard], what, why)
-
-
-def _among(found: set[tuple[str, str]], unit: UnitData, name: str) -> bool:
-    return (unit.title, name) in found
 
 
 def _some(names: Sequence[str], what: str, why: str) -> Iterator[Skipped]:

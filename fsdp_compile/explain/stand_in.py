@@ -1,23 +1,32 @@
 """A copy of a model that has shapes and no values, which is traced instead of the user's own.
 
 Its parameters stay on meta. Flat buffers, what is not sharded, buffers and inputs are hollow: CPU tensors that have an
-address and were never written, so the system gives them no memory.
+address and were never written, so the system gives them no memory. Its process group is the one that is there, or a
+private one whose other ranks do not exist.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import random
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, ShardingStrategy
 from torch.distributed.tensor import DTensor
 
+from fsdp_compile._torch.distributed import fake_store
 from fsdp_compile._torch.fully_shard import PreHook, lazy_init_on_meta, offloads
 from fsdp_compile._torch.tensors import FakeTensor
+from fsdp_compile.comm.mesh import HYBRID, hybrid_mesh
+from fsdp_compile.config.choices import check_world_size
 from fsdp_compile.config.policy import AnyOffloadPolicy, as_offload
 from fsdp_compile.cost.sizes import concrete
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
@@ -47,9 +56,15 @@ def stand_in(model: M) -> M:
                 where=f"explain({type(model).__name__}), {name}",
                 instead="explain(compiled) after the first step of the compiled model",
             )
+    attributes = [value for module in model.modules() for value in vars(module).values()]
     memo: dict[int, Any] = {}
-    for tensor in _tensors(model):
-        memo[id(tensor)] = _meta_parameter(tensor) if isinstance(tensor, nn.Parameter) else hollow(tensor)
+    for tensor in (*model.parameters(), *model.buffers(), *attributes):
+        if isinstance(tensor, nn.Parameter):
+            meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+            memo[id(tensor)] = made = nn.Parameter(meta, requires_grad=tensor.requires_grad)
+            update_as(tensor, made)
+        elif isinstance(tensor, torch.Tensor):
+            memo[id(tensor)] = hollow(tensor)
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:
@@ -73,9 +88,10 @@ def hollow(tensor: torch.Tensor) -> torch.Tensor:
         UnsupportedModelError: For a `DTensor`.
     """
     _refuse_split(tensor, "explain(model, ...), a tensor among its arguments or attributes")
-    make = torch.empty_strided if tensor.is_floating_point() else _zeros
     shape, strides = (tuple(concrete(n) for n in of) for of in (tensor.shape, tensor.stride()))
-    made = make(shape, strides, dtype=tensor.dtype, device="cpu")
+    made = torch.empty_strided(shape, strides, dtype=tensor.dtype, device="cpu")
+    if not tensor.is_floating_point():
+        made.zero_()  # code in Python may use them as indices
     return made.requires_grad_(tensor.requires_grad)
 
 
@@ -144,19 +160,51 @@ def _refuse_split(tensor: torch.Tensor, where: str) -> None:
         )
 
 
-def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
-    for module in model.modules():
-        yield from (value for value in vars(module).values() if isinstance(value, torch.Tensor))
+@contextmanager
+def planning_world(world_size: int | None) -> Iterator[int]:
+    """Makes sure that there is a default group of `world_size` ranks, and that nothing random is drawn for good.
+
+    What a forward does in Python runs while it is traced, and may draw numbers; a rank that explains would then draw
+    others than its neighbours do. So the states of Python's, numpy's and torch's generators are restored at the end.
+
+    Args:
+        world_size: Ranks to plan for; `None` for those of the group that is initialized.
+
+    Yields:
+        The number of ranks. A group that was made for this is destroyed at the end.
+
+    Raises:
+        ConfigError: If a group of another size is initialized, or there is none and no size is given.
+    """
+    was_there = dist.is_initialized()
+    if was_there and world_size not in (None, dist.get_world_size()):
+        held = dist.get_world_size()
+        raise ConfigError(
+            f"a process group of {held} ranks is initialized, and the plan is for {world_size}",
+            where="explain(world_size=...)",
+            instead=f"world_size={held}, or explain() in a process without a process group",
+        )
+    ranks = dist.get_world_size() if was_there else check_world_size(world_size)
+    numpy_random = sys.modules.get("numpy.random")
+    of_python = random.getstate()
+    of_numpy = None if numpy_random is None else numpy_random.get_state()
+    # A device that was never used has drawn nothing; to ask would set it up.
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    if not was_there:
+        dist.init_process_group("fake", store=fake_store(), rank=0, world_size=ranks)
+    try:
+        with torch.random.fork_rng(devices):
+            yield ranks
+    finally:
+        random.setstate(of_python)
+        if numpy_random is not None:
+            numpy_random.set_state(of_numpy)
+        if not was_there:
+            dist.destroy_process_group()
 
 
-def _meta_parameter(parameter: nn.Parameter) -> nn.Parameter:
-    meta = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
-    made = nn.Parameter(meta, requires_grad=parameter.requires_grad)
-    update_as(parameter, made)
-    return made
-
-
-def _zeros(shape: tuple[int, ...], stride: tuple[int, ...], **kwargs: Any) -> torch.Tensor:
-    return torch.empty_strided(shape, stride, **kwargs).zero_()
+def planning_mesh(strategy: ShardingStrategy | None) -> DeviceMesh:
+    """A mesh of a strategy's dimension over the default group, on the device that plans are traced for."""
+    if strategy in HYBRID:
+        return hybrid_mesh("cpu")
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))

@@ -1,10 +1,10 @@
-"""What no schedule of a model's graphs can beat in the memory of this one; see `planner/lower_bound.py`."""
+"""What no schedule of a model's graphs can beat in the memory of theirs: `lower_bound.py`, with numbers of graphs."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import fx
 
@@ -12,9 +12,8 @@ from fsdp_compile.cost.communicate import communication
 from fsdp_compile.cost.compute import NodeCost
 from fsdp_compile.cost.formulas import share_of_others
 from fsdp_compile.cost.hardware import Hardware
-from fsdp_compile.cost.memory import Holder
+from fsdp_compile.cost.memory import Holder, Memory
 from fsdp_compile.cost.sizes import result_bytes
-from fsdp_compile.explain.report import GraphPlan, LowerBound
 from fsdp_compile.ir.graph import EXCHANGES, Phase, Role, StepGraph, require, role_of
 from fsdp_compile.ir.queries import upstream
 from fsdp_compile.layout.spec import UnshardSpec
@@ -26,30 +25,49 @@ _SCHEDULED = (Holder.UNSHARDED, Holder.GRADIENT)
 
 
 @dataclasses.dataclass(frozen=True)
-class Outline:
-    """One graph, with what it reads and makes by the process group that connects the ranks.
+class LowerBound:
+    """What no schedule of the same graphs can beat in the memory of this one.
 
     Attributes:
+        time_us: Of forward and backward.
+        sent_bytes: Of one rank.
+        room_bytes: The memory that is meant: most gathered parameters and full gradients at once, in the graphs that
+            hold less of them, forward or backward.
+    """
+
+    time_us: float
+    sent_bytes: float
+    room_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Outline:
+    """One graph, with what it reads, makes and itself sends by the process group that connects the ranks.
+
+    Attributes:
+        scheduled_bytes: Most gathered parameters and full gradients at once.
         rates: The most bytes that a group sends in a second.
     """
 
+    phase: Phase
+    scheduled_bytes: int
     part: Part
-    reads: Mapping[str, tuple[Read, ...]]
-    made: Mapping[str, tuple[Made, ...]]
-    sent_bytes: Mapping[str, float]
+    reads: tuple[tuple[str, Read], ...]
+    made: tuple[tuple[str, Made], ...]
+    sent_bytes: tuple[tuple[str, float], ...]
     rates: Mapping[str, float]
 
     def on(self, group: str) -> Part:
         """The graph, if only what this group sends takes time."""
         return dataclasses.replace(
             self.part,
-            reads=self.reads.get(group, ()),
-            made=self.made.get(group, ()),
-            sent_bytes=self.sent_bytes.get(group, 0.0),
+            reads=tuple(read for by, read in self.reads if by == group),
+            made=tuple(made for by, made in self.made if by == group),
+            sent_bytes=sum((sent for by, sent in self.sent_bytes if by == group), 0.0),
         )
 
 
-def outline(step: StepGraph, costs: Mapping[fx.Node, NodeCost], hardware: Hardware) -> Outline:
+def outline(step: StepGraph, costs: Mapping[fx.Node, NodeCost], memory: Memory, hardware: Hardware) -> Outline:
     """Reads the numbers off a graph after the passes.
 
     Nodes of ours take no time, since another schedule may copy less; exchanges of rows count as bytes alone.
@@ -57,34 +75,28 @@ def outline(step: StepGraph, costs: Mapping[fx.Node, NodeCost], hardware: Hardwa
     order = step.order()
     times_us = tuple(0.0 if role_of(node) is not None else costs[node].time_us for node in step.graph.nodes)
     inputs = tuple(tuple(order[source] for source in node.all_input_nodes) for node in step.graph.nodes)
-    reads: dict[str, list[Read]] = {}
-    made: dict[str, list[Made]] = {}
-    sent: dict[str, float] = {}
     rates: dict[str, float] = {}
-    for node in step.nodes(Role.FULL, Role.SAVED_PARAM):
+    for node in step.nodes(Role.FULL, Role.SAVED_PARAM, *EXCHANGES):
         spec = require(node).specs[0]
         rates[spec.group] = hardware.bytes_per_s(spec.shard_ranks)
-        reads.setdefault(spec.group, []).append(_read(node, order[node], spec))
     for node in step.nodes(Role.GATHER, Role.REDUCE, Role.REPLICATE):
         started = communication(node, hardware)
         # A measured collective may be faster than the rate of its link.
-        measured = started.sent_bytes / started.time_us * 1e6 if started.time_us else 0.0
-        rates[started.link] = max(rates.get(started.link, 0.0), started.bytes_per_s, measured)
-    for node in step.nodes(Role.REDUCE, Role.REPLICATE):
-        group, one = _made(node, order, hardware)
-        made.setdefault(group, []).append(one)
-    for node in step.nodes(*EXCHANGES):
-        spec = require(node).specs[0]
-        group = spec.group
-        rates.setdefault(group, hardware.bytes_per_s(spec.shard_ranks))
-        sent[group] = sent.get(group, 0.0) + communication(node, hardware).sent_bytes
-    ordered = {group: tuple(sorted(found, key=lambda m: max(m.nodes, default=0))) for group, found in made.items()}
-    return Outline(
-        Part(times_us, inputs), {group: tuple(found) for group, found in reads.items()}, ordered, sent, rates
-    )
+        measured = started.sent_bytes / started.alone_us * 1e6 if started.alone_us else 0.0
+        rates[started.over] = max(rates.get(started.over, 0.0), started.bytes_per_s, measured)
+    reads = [
+        (require(node).specs[0].group, _read(node, order[node])) for node in step.nodes(Role.FULL, Role.SAVED_PARAM)
+    ]
+    made = [_made(node, order, hardware) for node in step.nodes(Role.REDUCE, Role.REPLICATE)]
+    made.sort(key=lambda of: max(of[1].nodes, default=0))
+    sent = [communication(node, hardware) for node in step.nodes(*EXCHANGES)]
+    sent_bytes = tuple((one.over, one.sent_bytes) for one in sent)
+    held = max(memory.live_bytes(_SCHEDULED))
+    return Outline(step.phase, held, Part(times_us, inputs), tuple(reads), tuple(made), sent_bytes, rates)
 
 
-def _read(node: fx.Node, value: int, spec: UnshardSpec) -> Read:
+def _read(node: fx.Node, value: int) -> Read:
+    spec = require(node).specs[0]
     size_bytes = gathered_bytes(spec) * _numel(spec)
     return Read(
         name=require(node).claims[0],
@@ -111,35 +123,21 @@ def _made(start: fx.Node, order: Mapping[fx.Node, int], hardware: Hardware) -> t
     # An all-reduce of shards, which is behind the reduce-scatter: a reduce-scatter and an all-gather.
     least = 2 * full_bytes / record.specs[0].size if role_of(start) is Role.REPLICATE else full_bytes
     sent_bytes = min(least * share_of_others(sent.ranks), sent.sent_bytes)
-    return sent.link, Made(tuple(sorted(order[node] for node in sources)), sent_bytes)
+    return sent.over, Made(tuple(sorted(order[node] for node in sources)), sent_bytes)
 
 
-def lower_bound(graphs: Sequence[GraphPlan], outlines: Sequence[Outline]) -> LowerBound:
+def lower_bound(outlines: Sequence[Outline]) -> LowerBound:
     """The least time and bytes of any schedule with no more gathered parameters and full gradients than this one.
 
     Args:
-        graphs: In the order in which they run.
-        outlines: Of the same graphs. Several groups send at once, and the slowest decides.
+        outlines: In the order in which graphs run. Several groups send at once, and the slowest decides.
     """
-    held = {phase: sum(_scheduled_bytes(g) for g in graphs if g.phase is phase) for phase in Phase}
-    room_bytes = min(held.values())
+    room_bytes = min(sum(of.scheduled_bytes for of in outlines if of.phase is phase) for phase in Phase)
     least_us, least_bytes = 0.0, 0.0
-    for group in sorted(_groups(outlines)) or [""]:
-        forward, backward = (
-            tuple(made.on(group) for made, graph in zip(outlines, graphs, strict=True) if graph.phase is phase)
-            for phase in Phase
-        )
-        rate = max((made.rates.get(group, 0.0) for made in outlines), default=0.0) or math.inf
+    groups = {group for of in outlines for group, _ in (*of.reads, *of.made, *of.sent_bytes)}
+    for group in sorted(groups) or [""]:
+        forward, backward = (tuple(of.on(group) for of in outlines if of.phase is phase) for phase in Phase)
+        rate = max((of.rates.get(group, 0.0) for of in outlines), default=0.0) or math.inf
         step = Step(forward, backward, room_bytes, rate / 1e6)
         least_us, least_bytes = max(least_us, step.least_us), least_bytes + step.least_bytes
     return LowerBound(time_us=least_us, sent_bytes=least_bytes, room_bytes=room_bytes)
-
-
-def _groups(outlines: Sequence[Outline]) -> Iterator[str]:
-    yield from {group for made in outlines for group in (*made.reads, *made.made, *made.sent_bytes)}
-
-
-def _scheduled_bytes(graph: GraphPlan) -> int:
-    """Most gathered parameters and full gradients at once."""
-    live = [graph.memory.live_bytes[holder] for holder in _SCHEDULED if holder in graph.memory.live_bytes]
-    return max(map(sum, zip(*live, strict=True)), default=0)

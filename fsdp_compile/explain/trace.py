@@ -7,6 +7,7 @@ returns hollow tensors of the right types, so that Python goes on after a graph 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,19 +22,20 @@ from fsdp_compile.capture.shard_embeddings import shard_lookups
 from fsdp_compile.capture.whole_model import is_whole_model, refusal_of_several, refuse_budget_of_a_part
 from fsdp_compile.cost.sizes import concrete
 from fsdp_compile.errors import FSDPCompileError, UnsupportedModelError
-from fsdp_compile.explain.trace.dims import OpenInputs
-from fsdp_compile.explain.trace.open_sizes import OpenSizes, open_sizes
-from fsdp_compile.explain.trace.runs import Claim, claims_of_run, renamed
-from fsdp_compile.explain.trace.stand_in import hollow
+from fsdp_compile.explain.open_sizes import OpenInputs, OpenSizes
+from fsdp_compile.explain.stand_in import hollow
 from fsdp_compile.fsdp2.module_class import user_class
 from fsdp_compile.fsdp2.take_over import note_backend
-from fsdp_compile.ir.graph import Phase, StepGraph
+from fsdp_compile.ir.graph import KEY, Phase, Role, StepGraph, record_of, require, role_of
 from fsdp_compile.lower.compiled_step import Compiled
 from fsdp_compile.lower.eager import compile_eagerly
 from fsdp_compile.lower.inductor import compile_with_inductor
 from fsdp_compile.lower.region import Region
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.pipeline import keep, transform
+
+Claim = tuple[str, str]
+"""Unit and name of a parameter."""
 
 
 @dataclasses.dataclass
@@ -44,6 +46,7 @@ class TracedRegion(Region):
         captured: Copies of its graphs before the passes, and before it is chosen what stays unsharded; forward first.
         whole: Whether it reads every unit of the model.
         names: The symbols of open dimensions to ours; empty where all sizes are numbers.
+        env: The shape environment of its trace.
         runs: Receives the region for each call of its forward, and which parameters it was called with.
     """
 
@@ -53,13 +56,14 @@ class TracedRegion(Region):
     env: Any = None
     runs: list[Run] = dataclasses.field(default_factory=list)
 
+    @functools.cached_property
     def sizes(self) -> OpenSizes:
-        """What its open sizes are, now that it has been traced.
+        """What the sizes in its graphs mean, now that it has been traced.
 
         Raises:
             UnsupportedModelError: If the model works for one size only.
         """
-        return open_sizes(self.names, self.env) if self.names else OpenSizes({}, ())
+        return OpenSizes.of(self.names, self.env)
 
     def finish(self, gm: fx.GraphModule, phase: Phase, compile_graph: Callable[[Sequence[Any]], Compiled]) -> Compiled:  # noqa: ARG002
         """Returns a function of the graph's signature that computes nothing."""
@@ -67,21 +71,51 @@ class TracedRegion(Region):
         nodes: Any = returned if isinstance(returned, tuple | list) else (returned,)
         values = [node.meta.get("val") if isinstance(node, fx.Node) else node for node in nodes]
 
+        def example(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                return hollow(value)
+            return concrete(value) if isinstance(value, torch.SymInt) else value  # the number of the trace
+
         def run(args: list[Any]) -> list[Any]:
             if phase is Phase.FORWARD:
-                self.runs.append((self, claims_of_run(gm.graph, args)))
+                given = flat_inputs(args)
+                claims: dict[Claim, Claim] = {}
+                for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+                    if role_of(node) is Role.FLAT and position in given:
+                        claims.update(zip(require(node).claims, given[position].claims, strict=True))
+                self.runs.append((self, claims))
             args.clear()
-            return [hollow(value) if isinstance(value, torch.Tensor) else _example(value) for value in values]
+            return list(map(example, values))
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
     def of_run(self, claims: Mapping[Claim, Claim]) -> TracedRegion:
-        """The region with the names of the parameters that it was called with."""
+        """The region with the names of the parameters that it was called with.
+
+        Blocks that are laid out alike share compiled code, where each is called from Python: one compile for all.
+        """
         if all(compiled == called for compiled, called in claims.items()):
             return self
-        captured, steps = ([renamed(step, claims) for step in of] for of in (self.captured, self.steps))
+        captured, steps = ([_renamed(step, claims) for step in of] for of in (self.captured, self.steps))
         return dataclasses.replace(self, captured=captured, steps=steps)
+
+
+def _renamed(step: StepGraph, claims: Mapping[Claim, Claim]) -> StepGraph:
+    """A copy of a graph for other parameters."""
+    units = {compiled: called for (compiled, _), (called, _) in claims.items()}
+    copied = step.copy()
+    for node in copied.graph.nodes:
+        record = record_of(node)
+        if record is not None:
+            called = [claims.get(claim, claim) for claim in record.claims]
+            node.meta[KEY] = dataclasses.replace(
+                record,
+                unit=units.get(record.unit, record.unit),
+                parameters=tuple(name for _, name in called),
+                owners=tuple(unit for unit, _ in called) if record.owners else (),
+            )
+    return copied
 
 
 Run = tuple[TracedRegion, Mapping[Claim, Claim]]
@@ -121,7 +155,11 @@ def trace(model: nn.Module, inputs: OpenInputs, options: FSDPOptions) -> list[Tr
             instead="a model without graph breaks (TORCH_LOGS=graph_breaks says where they are), or explain() without "
             "dims",
         )
-    _refuse_budget_of_several(runs, options)
+    # As `refuse_budget_of_a_part`, where a loop in Python calls block after block.
+    trained = [claims for region, claims in runs if claims and len(region.captured) > 1]
+    if options.memory_budget_gb is not None and len(trained) > 1:
+        (unit, _), *_ = trained[1].values()
+        raise refusal_of_several(f"the graph before it does not read {unit}", options)
     return [region.of_run(claims) for region, claims in runs]
 
 
@@ -137,14 +175,6 @@ def _record(gm: fx.GraphModule, examples: Sequence[Any], *, options: Mapping[str
 
 
 note_backend(_record)
-
-
-def _refuse_budget_of_several(runs: Sequence[Run], options: FSDPOptions) -> None:
-    """As `refuse_budget_of_a_part`, where a loop in Python calls block after block."""
-    trained = [claims for region, claims in runs if claims and len(region.captured) > 1]
-    if options.memory_budget_gb is not None and len(trained) > 1:
-        (unit, _), *_ = trained[1].values()
-        raise refusal_of_several(f"the graph before it does not read {unit}", options)
 
 
 def _region(
@@ -165,6 +195,7 @@ def _region(
             captured.append(step.copy())
         return step if inputs.sizes else transform(step, options)
 
+    mode = detect_fake_mode([node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")])
     return TracedRegion(
         flat_inputs(examples),
         run_passes,
@@ -173,20 +204,9 @@ def _region(
         captured=captured,
         whole=whole,
         names=dict(inputs.symbols(gm, examples)),
-        env=_env(gm),
+        env=None if mode is None else mode.shape_env,
         runs=runs,
     )
-
-
-def _env(gm: fx.GraphModule) -> Any:
-    """The shape environment of a Dynamo graph; `None` if it has no fake values."""
-    mode = detect_fake_mode([node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")])
-    return None if mode is None else mode.shape_env
-
-
-def _example(value: Any) -> Any:
-    """A number that a graph returns as the one of the trace."""
-    return concrete(value) if isinstance(value, torch.SymInt) else value
 
 
 def _caller() -> Callable[..., Any]:

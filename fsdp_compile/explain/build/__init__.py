@@ -1,1 +1,0 @@
-"""Makes a plan from planned graphs."""

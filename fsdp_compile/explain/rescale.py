@@ -1,0 +1,243 @@
+"""A plan for other ranks, another link or other sizes of the inputs, from graphs that were traced once.
+
+Before the passes, the number of ranks that share a parameter is in the text of its reads, and nowhere else in a graph
+(one rank leaves out what makes messages smaller: to and from one rank, such graphs are refused). So the texts are
+rewritten, the flat parameters get their new sizes, and the passes run again. Sizes of inputs are symbols in such a
+graph; numbers replace them before the passes (`open_sizes.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import fx, nn
+
+from fsdp_compile.cost.fusion import Fusion
+from fsdp_compile.cost.hardware import Hardware, hardware
+from fsdp_compile.cost.memory import bytes_beside
+from fsdp_compile.errors import BudgetTooSmallError, ConfigError
+from fsdp_compile.explain.build import build_plan
+from fsdp_compile.explain.formulas import Formulas, formulas
+from fsdp_compile.explain.open_sizes import SYMBOLS, closed
+from fsdp_compile.explain.plan import Plan
+from fsdp_compile.explain.trace import TracedRegion
+from fsdp_compile.explain.units import UnitData, flat_numel
+from fsdp_compile.ir.graph import KEY, Role, StepGraph, require, role_of
+from fsdp_compile.ir.queries import GRADIENTS_OF_READS, TEXT_POSITION, read_text
+from fsdp_compile.layout import flat_layout
+from fsdp_compile.layout.spec import UnshardSpec
+from fsdp_compile.ops.embedding import LOOK_UP
+from fsdp_compile.ops.unshard import UNSHARD
+from fsdp_compile.options import FSDPOptions
+from fsdp_compile.partition.cast_before_gather import casts_of
+from fsdp_compile.pipeline import keep, transform
+
+aten = torch.ops.aten
+_RECOMPUTED = (
+    "how many blocks are computed again in backward for the budget was chosen when the model was traced, for {} ranks"
+)
+_LOW_BITS = "which parameters are sent in 8 bits depends on the number of ranks"
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """What plans are made of: the stand-in that was traced, its units and regions, and the settings of the compile."""
+
+    model: nn.Module
+    units: tuple[UnitData, ...]
+    regions: tuple[TracedRegion, ...]
+    world_size: int
+    options: FSDPOptions
+    fusion: Fusion
+
+    def at(self, plan: Plan, world_size: int | None, gb_per_s: float | None, sizes: Mapping[str, int]) -> Plan:
+        """See `Plan.at`; the rest is as in a plan of this model."""
+        for name, size in sizes.items():
+            if name not in plan.sizes:
+                raise ConfigError(
+                    f"{name} was a number when the model was traced",
+                    where=f"Plan.at({name}={size})",
+                    instead=f'explain(..., dims={{"{name}": {list(SYMBOLS).index(name)}}}): the dimension of inputs '
+                    "that it is",
+                )
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ConfigError(f"{name} cannot be {size!r}", where=f"Plan.at({name}=...)", instead="1, 2, ...")
+        link = plan.hardware.link if gb_per_s is None else hardware(link=gb_per_s).link
+        there = dataclasses.replace(plan.hardware, link=link)
+        return self.planned(plan.world_size if world_size is None else world_size, {**plan.sizes, **sizes}, there)
+
+    def planned(self, ranks: int, sizes: Mapping[str, int], planned_for: Hardware) -> Plan:
+        """Runs the passes on the traced graphs, rewritten for so many ranks and for inputs of these sizes.
+
+        Raises:
+            ConfigError: If the model has other graphs there.
+        """
+        units: Sequence[UnitData] = self.units
+        regions = [[closed(step, of.sizes, sizes) for step in of.captured] for of in self.regions]
+        for region in self.regions:
+            region.sizes.check(sizes)  # another size may need another graph, which only a new trace can make
+        if ranks != self.world_size:
+            self._refuse(ranks)
+            names = (name for name, _ in self.model.named_parameters(remove_duplicate=False))
+            order = {name: index for index, name in enumerate(names)}
+            units = [_resized(unit, order, ranks) for unit in units]
+            for step in (step for steps in regions for step in steps):
+                _rewrite(step, order, ranks)
+        # A fixed schedule refuses an option that it does not use.
+        for_graphs = planned_for if self.options.prefetch == "auto" else None
+        options = dataclasses.replace(self.options, artifacts=None, hardware=for_graphs)
+        try:
+            steps = [
+                _transformed(steps, options, region.whole) for steps, region in zip(regions, self.regions, strict=True)
+            ]
+        except BudgetTooSmallError as error:
+            # Reports with open sizes compute nothing again, on no ranks.
+            if sizes or not self.options.may_recompute or ranks == self.world_size:
+                raise
+            raise self._refusal(_RECOMPUTED.format(self.world_size), ranks) from error
+        return self.plan(steps, units, ranks, sizes, planned_for)
+
+    def plan(
+        self,
+        regions: Sequence[Sequence[StepGraph]],
+        units: Sequence[UnitData],
+        ranks: int,
+        sizes: Mapping[str, int],
+        planned_for: Hardware,
+    ) -> Plan:
+        """Reports on graphs after the passes, with the units as they are on so many ranks."""
+        fusion = self.fusion
+        made = build_plan(self.model, units, regions, world_size=ranks, hardware=planned_for, fusion=fusion)
+        return dataclasses.replace(made, sizes=dict(sizes), traced=self, steps=tuple(map(tuple, regions)))
+
+    def formulas(self, plan: Plan) -> Formulas:
+        """See `Plan.formulas`."""
+        if any(self._other_meshes()):
+            raise ConfigError(
+                "formulas are made of a plan by explain() for a plain model on a 1-D mesh of all ranks",
+                where="Plan.formulas()",
+                instead="explain() the plain model before it is sharded",
+            )
+        if self._may_send_low_bits():
+            instead = "explain() in a world of each size, or without gather_dtype"
+            raise ConfigError(_LOW_BITS, where="Plan.formulas()", instead=instead)
+        return formulas(plan, self)
+
+    def _refuse(self, ranks: int) -> None:
+        """Refuses numbers of ranks for which the plan does not follow from what was traced."""
+        if ranks < 1:
+            raise ConfigError(f"there are no {ranks} ranks", where="Plan.at(world_size=...)", instead="1, 2, ...")
+        for reason in (*self._other_graphs(ranks), *self._other_meshes(), *self._uneven(ranks)):
+            raise self._refusal(reason, ranks)
+
+    def _refusal(self, reason: str, ranks: int) -> ConfigError:
+        where = f"Plan.at(world_size={ranks}) of a plan for {self.world_size}"
+        return ConfigError(reason, where=where, instead="explain() once more in a world of that size, with its mesh")
+
+    def _other_graphs(self, ranks: int) -> Iterator[str]:
+        if (self.world_size == 1) != (ranks == 1):
+            one = "one rank has another graph than several: "
+            if self.options.embedding == "sharded":
+                yield f'{one}embedding="sharded" looks rows up on other ranks'
+            if self._casts_before_gathers():
+                yield f"{one}parameters that are cast where they are read, as in torch.autocast, are cast before"
+        if any(region.recomputed for region in self.regions):
+            yield _RECOMPUTED.format(self.world_size)
+        if self._may_send_low_bits():
+            yield _LOW_BITS
+
+    def _casts_before_gathers(self) -> bool:
+        own = {slot.name: slot.spec.param_dtype for unit in self.units for slot in unit.params}
+        steps = [step for region in self.regions for step in region.captured]
+        records = [require(node) for step in steps for node in step.nodes(Role.FLAT)]
+        sent = [pair for record in records for pair in zip(record.parameters, record.specs, strict=True)]
+        reads = [node for step in steps for node in step.graph.find_nodes(op="call_function", target=UNSHARD)]
+        cast_before = any(spec.param_dtype.itemsize < own[name].itemsize for name, spec in sent)
+        return cast_before or any(casts_of(read) for read in reads)
+
+    def _may_send_low_bits(self) -> bool:
+        """Whether some parameters are sent in 8 bits or fewer, if the share of a rank is large enough."""
+        return getattr(self.options.mp_policy, "gather_dtype", None) is not None or any(
+            param.spec.gather_format for unit in self.units for param in unit.params
+        )
+
+    def _other_meshes(self) -> Iterator[str]:
+        """Of meshes of which one number of ranks does not say how they change."""
+        for title, spec in ((unit.title, param.spec) for unit in self.units for param in unit.params):
+            if spec.replicas > 1:
+                shape = f"sharded over {spec.size} ranks and replicated {spec.replicas} times"
+            elif spec.post_forward_size > 1:
+                shape = f"kept over {spec.post_forward_size} ranks"
+            elif spec.size != self.world_size:
+                shape = f"sharded over {spec.size} of {self.world_size} ranks"
+            else:
+                continue
+            yield f"parameters of {title} are {shape}, and one number does not say how both change"
+
+    def _uneven(self, ranks: int) -> Iterator[str]:
+        for param in (param for unit in self.units for param in unit.params):
+            dim, shape = param.spec.dim, param.spec.shape
+            if dim and shape[dim] % ranks:
+                yield f"dimension {dim} of size {shape[dim]} of {param.name} does not divide over {ranks} ranks"
+
+
+def _transformed(steps: Sequence[StepGraph], options: FSDPOptions, whole: bool) -> list[StepGraph]:  # noqa: FBT001
+    if len(steps) > 1:
+        forward, backward = steps
+        backward.beside_bytes = bytes_beside(forward, backward)
+        keep(forward, backward, options, whole=whole)
+    return [transform(step, options) for step in steps]
+
+
+Order = Mapping[str, int]
+"""Place of each parameter of a model in the order of registration, which is that of layouts."""
+
+
+def _laid_out(
+    specs: Mapping[str, UnshardSpec], order: Order, stored: torch.dtype, ranks: int
+) -> dict[str, UnshardSpec]:
+    """The reads of a flat parameter that is sharded over so many ranks, by offset."""
+    names = sorted(specs, key=lambda name: order.get(name, len(order)))
+    first = specs[names[0]]
+    shapes = [flat_layout.ParameterShape(name, specs[name].shape, specs[name].dim) for name in names]
+    planned = flat_layout.plan_layout(
+        shapes, size=ranks, stored=stored, sent=first.param_dtype, reduced=first.reduce_dtype
+    )
+    return {
+        names[place.index]: dataclasses.replace(
+            specs[names[place.index]], offset=place.offset, extent=place.extent, size=ranks
+        )
+        for place in planned.slots
+    }
+
+
+def _resized(unit: UnitData, order: Order, ranks: int) -> UnitData:
+    """A unit of the same parameters over so many ranks."""
+    specs: dict[str, UnshardSpec] = {}
+    for flat in unit.flats:
+        specs |= _laid_out({param.name: param.spec for param in flat}, order, flat[0].stored, ranks)
+    params = tuple(dataclasses.replace(param, spec=specs[param.name]) for param in unit.params)
+    return dataclasses.replace(unit, params=params)
+
+
+def _rewrite(step: StepGraph, order: Order, ranks: int) -> None:
+    """Rewrites a graph before the passes for so many ranks."""
+    texts: dict[fx.Node, dict[str, str]] = {}
+    like_flats: dict[fx.Node, int] = {}
+    for node in step.graph.nodes:
+        if role_of(node) is Role.FLAT:
+            record = require(node)
+            before = dict(zip(record.parameters, record.specs, strict=True))
+            after = _laid_out(before, order, node.meta["val"].dtype, ranks)
+            specs = tuple(after[name] for name in record.parameters)  # in the order of registration
+            node.meta[KEY] = dataclasses.replace(record, specs=specs)
+            texts[node] = {before[name].text: spec.text for name, spec in after.items()}
+            like_flats[node] = flat_numel(after.values())
+        elif node.target in (UNSHARD, LOOK_UP, *GRADIENTS_OF_READS):
+            node.update_arg(TEXT_POSITION[node.target], texts[node.args[0]][read_text(node)])
+        if node.target in GRADIENTS_OF_READS or (node.target is aten.add.Tensor and set(node.args) <= set(like_flats)):
+            like_flats[node] = like_flats[node.args[0]]
+    for node, numel in like_flats.items():
+        node.meta["val"] = node.meta["val"].new_empty(numel)

@@ -1,1 +1,0 @@
-"""A plan for another number of ranks, or as formulas."""

@@ -1,1 +1,0 @@
-"""A plan as tables, as a page, as a trace."""

@@ -1,1 +1,0 @@
-"""Traces a model for ranks that do not exist."""
