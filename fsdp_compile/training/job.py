@@ -15,7 +15,7 @@ from typing import Any
 
 from fsdp_compile.comm.placement import TIMEOUT_S, DeviceKind, Placement
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.formats.complete import MARKER, check_contents, check_size
+from fsdp_compile.formats.files import MARKER, check_contents, check_size
 from fsdp_compile.training.checkpoint_folder import CheckpointFolder, step_of
 from fsdp_compile.training.config import TrainConfig
 

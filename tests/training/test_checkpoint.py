@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from fsdp_compile.errors import CheckpointError, ConfigError
-from fsdp_compile.formats.complete import MARKER
+from fsdp_compile.formats.files import MARKER
 from fsdp_compile.training.checkpoint import SaveMode
 from fsdp_compile.training.checkpoint_folder import CheckpointFolder
 from tests import long

@@ -15,7 +15,7 @@ import pytest
 
 from fsdp_compile.comm.placement import DeviceKind, Placement, launcher_folder
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.formats.complete import FileDigest, check_contents
+from fsdp_compile.formats.files import FileDigest, check_contents
 from fsdp_compile.training.checkpoint_folder import CheckpointFolder, step_of
 from fsdp_compile.training.config import TrainConfig
 from fsdp_compile.training.data import read_corpus
