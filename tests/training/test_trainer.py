@@ -28,15 +28,7 @@ from fsdp_compile.training.metrics import held_out_losses, open_display, read_re
 from fsdp_compile.training.trainer import Trainer, train
 from tests.ranks import run_ranks
 
-TINY: dict[str, Any] = {
-    "steps": 3,
-    "batch_size": 4,
-    "seq_len": 16,
-    "width": 16,
-    "layers": 1,
-    "heads": 2,
-    "log_every": 1,
-}
+TINY: dict[str, Any] = {"steps": 3, "batch_size": 4, "seq_len": 16, "width": 16, "layers": 1, "heads": 2}
 TEXT = b"every rank holds a shard of every weight. " * 40
 
 
