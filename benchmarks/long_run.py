@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         results.append({"run": name, "largest_difference": max(differences), "last_loss": curve[-1], "loss": curve})
         print(f"{name:<28} last loss {curve[-1]:.4f}, largest difference {max(differences):.3g} nats per byte")
     _plot(losses, arguments.plot)
-    settings = {"ranks": run.ranks, "lower": run.lower, "config": run.config.to_dict()}
+    settings = {"ranks": run.ranks, "lower": run.lower, "config": dataclasses.asdict(run.config)}
     return finish(arguments, settings, results)
 
 

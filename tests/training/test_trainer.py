@@ -28,12 +28,12 @@ from fsdp_compile.training.metrics import held_out_losses, open_display, read_re
 from fsdp_compile.training.trainer import Trainer, train
 from tests.ranks import run_ranks
 
-TINY = {"steps": 3, "batch_size": 4, "seq_len": 16, "width": 16, "layers": 1, "heads": 2, "log_every": 1}
+TINY: dict[str, Any] = {"steps": 3, "batch_size": 4, "seq_len": 16, "width": 16, "layers": 1, "heads": 2}
 TEXT = b"every rank holds a shard of every weight. " * 40
 
 
 def _job(folder: Path, options: dict[str, Any], text: Path, ranks: int) -> Job:
-    config = TrainConfig(**TINY | {"data": str(text), "eval_batches": 1, "sample_bytes": 3} | options)
+    config = TrainConfig(**TINY | {"data": str(text), "log_every": 1, "eval_batches": 1, "sample_bytes": 3} | options)
     begun_with = read_corpus(config.data, config.seq_len).fingerprint
     run = Run(options=config, text_fingerprint=begun_with, run="this")
     return Job(run=run, folder=folder / "run", ranks=ranks, device=DeviceKind.CPU)
