@@ -22,10 +22,7 @@ _REFUSED = re.compile(r"(?:unsupported GLOBAL|Unsupported global: GLOBAL|unsuppo
 
 @contextmanager
 def naming(what: str, path: Path) -> Iterator[None]:
-    """Raise what is raised inside as a `CheckpointError`: "cannot {what} {path}", or the path of an `OSError`, and why.
-
-    Errors of this package stay as they are.
-    """
+    """Raise what is raised inside, unless it is this package's, as a `CheckpointError`: "cannot {what} {path}: why"."""
     try:
         yield
     except FSDPCompileError:
