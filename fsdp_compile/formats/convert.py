@@ -168,21 +168,21 @@ def _read(source: Checkpoint, places: dict[str, Place], options: ConvertOptions,
     dtype: torch.dtype | None = getattr(torch, options.dtype) if options.dtype else None
     second = tied(source.values)
     read: dict[str, Any] = {}
+    copies: dict[str, Tensor] = {}
     for name in dict.fromkeys(second.get(name, name) for name in places):
-        value, described = source.read(name), source.values[name]
-        if isinstance(value, Tensor):
-            # Torch conjugates and negates views only when they are read.
-            value = value.detach().resolve_conj().resolve_neg().contiguous()
-            cast_to = dtype if dtype and value.is_floating_point() else value.dtype
-            is_in_file = value.data_ptr() == described.data_ptr() and value.untyped_storage().nbytes() == value.nbytes
-            # Empty ones may begin where another one does.
-            if cast_to != value.dtype or not is_in_file or not value.numel():
-                copied = _in_file(value.shape, cast_to, folder / "memory").copy_(value)
-                if cast_to != value.dtype and all_finite(value) and not all_finite(copied):
-                    what = f"{name} has values that {options.dtype} cannot hold"
-                    raise CheckpointError(what, where="--dtype", instead="bfloat16")
-                value = copied
-        read[name] = value
+        if not isinstance(value := source.values[name], Tensor):
+            read[name] = source.read(name)
+            continue
+        cast_to = dtype if dtype and value.is_floating_point() else value.dtype
+        is_whole = value.is_contiguous() and value.untyped_storage().nbytes() == value.nbytes > 0 and not value.is_meta
+        read[name] = value.detach()
+        if cast_to != value.dtype or not is_whole or value.is_conj() or value.is_neg():
+            read[name] = copies[name] = _in_file(value.shape, cast_to, folder / "memory")
+    # In a second pass, in which nothing is made that stays: so malloc finds the memory of a tensor again for the next.
+    for name, copied in copies.items():
+        copied.copy_(value := source.read(name).detach())
+        if copied.dtype != value.dtype and all_finite(value) and not all_finite(copied):
+            raise CheckpointError(f"{name} has values that {copied.dtype} cannot hold", where="--dtype")
     return {joined(place): read[second.get(name, name)] for name, place in places.items()}
 
 

@@ -116,10 +116,11 @@ def _checked(metadata: Any) -> Metadata:
         if info.relative_path != Path(info.relative_path).name:
             raise pickle.UnpicklingError(f"it refers to {info.relative_path}, a file elsewhere")
     for name, value in metadata.state_dict_metadata.items():
-        chunks = value.chunks if isinstance(value, TensorStorageMetadata) else []
-        if isinstance(value, TensorStorageMetadata) and not _is_covered(value):
+        if not isinstance(value, TensorStorageMetadata):
+            continue
+        if not _is_covered(value):
             raise pickle.UnpicklingError(f"it does not have all of {name}")
-        for chunk in chunks:
+        for chunk in value.chunks:
             needed = chunk.sizes.numel() * value.properties.dtype.itemsize
             info = metadata.storage_data.get(MetadataIndex(name, chunk.offsets))
             # Ranks may share those without elements.

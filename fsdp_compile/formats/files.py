@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-
-from torch.distributed.checkpoint import CheckpointException
+from typing import Any
 
 from fsdp_compile.errors import CheckpointError, FSDPCompileError
 
@@ -22,16 +21,16 @@ _REFUSED = re.compile(r"(?:unsupported GLOBAL|Unsupported global: GLOBAL|unsuppo
 
 @contextmanager
 def naming(what: str, path: Path) -> Iterator[None]:
-    """Raise what is raised inside as a `CheckpointError`: "cannot {what} {path}", or the path of an `OSError`, and why.
-
-    Errors of this package stay as they are.
-    """
+    """Raise what is raised inside, unless it is this package's, as a `CheckpointError`: "cannot {what} {path}: why"."""
     try:
         yield
     except FSDPCompileError:
         raise
-    except (Exception, CheckpointException) as raised:  # noqa: BLE001, RUF100  # files of other contents raise anything
-        error = raised.failures[min(raised.failures)][0] if isinstance(raised, CheckpointException) else raised
+    except BaseException as raised:  # torch's CheckpointException is no Exception, and torch not imported here
+        failures: Any = getattr(raised, "failures", None)
+        if not (failures or isinstance(raised, Exception)):
+            raise
+        error = failures[min(failures)][0] if failures else raised
         file = error.filename if isinstance(error, OSError) and isinstance(error.filename, str) else path
         raise CheckpointError(f"cannot {what} {file}: {_cause(error)}") from None
 
