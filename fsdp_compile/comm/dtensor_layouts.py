@@ -101,7 +101,8 @@ class _Gathered(torch.autograd.Function):
         """Wraps the part, whose memory is shared."""
         ctx.layout = layout
         ctx.set_materialize_grads(False)
-        set_gradient_dtype(ctx, layout.grad_dtype)
+        if ctx.needs_input_grad[0]:  # integers have no gradients
+            set_gradient_dtype(ctx, layout.grad_dtype)
         return new_dtensor(local.detach(), layout.mesh, layout.placements, layout.shape)
 
     @staticmethod

@@ -121,9 +121,9 @@ def summary(plan: Plan) -> Iterator[tuple[str, str, str]]:
         exposed = time(sum(c.exposed_us for c in own))
         yield "of the program", f"{len(own)} collectives", f", {exposed} of {_on_links(own)} exposed"
     busy, bound = share(plan.busy_us, plan.step_us), plan.bound
-    why = f" ({busy} of the step): the larger of compute and link; both idle in the rest"
+    why = f" ({busy} of the step), the larger of the two; the rest waits"
     yield "compute or link", time(plan.busy_us), why
-    why = f" ({share(bound.time_us, plan.step_us)} of the step): no schedule in the same memory is faster"
+    why = f" ({share(bound.time_us, plan.step_us)} of the step) for any schedule in this memory"
     yield "lower bound", time(bound.time_us), why
     if peak is not None:
         has = size(plan.hardware.device.memory.value)
@@ -134,9 +134,9 @@ def summary(plan: Plan) -> Iterator[tuple[str, str, str]]:
     total = plan.volume.total_bytes
     sent = ", ".join(f"{kind.value} {size(b)}" for kind, b in plan.volume.sent_bytes.items()) or "nothing"
     yield "sent per rank", size(total), f": {sent}"
-    yield "minimum to send", size(bound.sent_bytes), f" in the same memory ({share(bound.sent_bytes, total)} of it)"
+    yield "minimum to send", size(bound.sent_bytes), f" ({share(bound.sent_bytes, total)} of it) in any schedule in this memory"
     twice = size(plan.volume.full_sharding_bytes)
-    yield "FSDP2 would send", twice, ": every parameter gathered twice, its gradient reduced once"
+    yield "FSDP2 would send", twice, ": each parameter gathered twice and reduced once"
 
 
 def _on_links(collectives: Sequence[Collective]) -> str:

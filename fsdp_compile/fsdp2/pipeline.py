@@ -134,13 +134,16 @@ class Pipeline:
         self._ahead: dict[_Call, tuple[Sequence[torch.Tensor], Sequence[int]]] = {}
         self._largest = 0
         self._is_in_forward = False
-        self._task = -1
         self._running: list[Reduction] = []
-        self._arriving: dict[ParamGroup, tuple[Reduction, int]] = {}
+        # By backward: one may run inside of another, which waits for it (reentrant checkpointing).
+        self._arriving: dict[int, dict[ParamGroup, tuple[Reduction, int]]] = {}
         self._has_told = False
 
     def begin_forward(self) -> None:
         """Before a forward of the root: what an earlier one has left is of old parameters."""
+        if backward_in_progress() == -1 and self._arriving:  # an earlier backward has raised
+            self._arriving = {}
+            self._end_backward(keep_order=False)
         self._drop_all()
         self._forward.end(keep=False)
         self._is_in_forward = True
@@ -154,7 +157,7 @@ class Pipeline:
     def gathered(self, call: _Call) -> list[torch.Tensor]:
         """The gathered messages of a graph that is about to run; starts those of the graphs that follow it."""
         expected: list[_Call] = []
-        if self._follow_backward():
+        if self._follow_backward() != -1:
             expected = self._expected_after(call, self._backward)
         elif self._is_in_forward:
             expected = self._expected_after(call, self._forward)
@@ -189,14 +192,14 @@ class Pipeline:
 
     def reduced(self, groups: Sequence[ParamGroup], reduction: Reduction) -> list[torch.Tensor]:
         """What goes through autograd for gradients whose reductions run; those of earlier graphs get on."""
-        self._follow_backward()
+        arriving = self._arriving[self._follow_backward()]
         given = []
         for number, group in enumerate(groups):
             # Of another graph that reads the unit: autograd adds what they give, and -0.0 changes no bit.
-            earlier = self._arriving.get(group)
+            earlier = arriving.get(group)
             zeros = group.flat.new_full((), -0.0).expand_as(group.flat)
             given.append(zeros if earlier is None else earlier[0].finish()[earlier[1]])
-            self._arriving[group] = reduction, number
+            arriving[group] = reduction, number
         for earlier_one in self._running:
             earlier_one.advance()
         self._running = [*(one for one in self._running if not one.is_done), reduction]
@@ -204,25 +207,29 @@ class Pipeline:
 
     def arrived(self, group: ParamGroup, gradient: torch.Tensor) -> torch.Tensor:
         """The gradient of a group, where `gradient` has come through autograd."""
-        if group not in self._arriving:
+        reduction, number = self._arriving.get(backward_in_progress(), {}).pop(group, (None, 0))
+        if reduction is None:
             return gradient
-        reduction, number = self._arriving.pop(group)
         last = reduction.finish()[number]
         return last if gradient.stride() == (0,) else gradient + last
 
-    def _follow_backward(self) -> bool:
-        """Whether a backward runs."""
+    def _follow_backward(self) -> int:
+        """The backward that runs, or -1."""
         task = backward_in_progress()
-        if task not in (-1, self._task):
-            self._leave_backward(keep_order=False)  # of an earlier one that raised
-            self._task = task
-            after_this_backward(lambda: self._leave_backward(keep_order=True))
-        return task != -1
+        if task != -1 and task not in self._arriving:
+            self._arriving[task] = {}
+            after_this_backward(lambda: self._leave_backward(task))
+        return task
 
-    def _leave_backward(self, *, keep_order: bool) -> None:
+    def _leave_backward(self, task: int) -> None:
+        self._arriving.pop(task, None)
+        if not self._arriving:  # else it ran inside of another one
+            self._end_backward(keep_order=True)
+
+    def _end_backward(self, *, keep_order: bool) -> None:
         for reduction in self._running:
             reduction.finish()
-        self._running, self._arriving, self._task = [], {}, -1
+        self._running = []
         self._drop_all()
         self._backward.end(keep=keep_order)
 

@@ -30,6 +30,7 @@ from fsdp_compile.fsdp2 import kernels  # noqa: F401  reads of a model that was 
 from fsdp_compile.fsdp2.buffers import originals_in_eval
 from fsdp_compile.fsdp2.module_class import LAYOUTS, UNIT, ParamRead, class_of, original_class, refresh_reads, set_flat
 from fsdp_compile.fsdp2.param_group import Param, ParamGroup
+from fsdp_compile.fsdp2.pipeline import Pipeline
 from fsdp_compile.fsdp2.shards import give_storages
 from fsdp_compile.fsdp2.unit import Gatherer, Model, Unit
 from fsdp_compile.layout.spec import ROOT
@@ -181,6 +182,7 @@ def _follow_conversions(model: Model) -> None:
         for unit in converted:
             unit.remake_groups(titles)
         _give_classes(model)
+        model.pipeline = Pipeline()  # the old one would keep the old groups
 
 
 def watch_calls(compiled: OptimizedModule) -> None:

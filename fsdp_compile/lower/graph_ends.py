@@ -109,6 +109,9 @@ def take_tail(step: StepGraph) -> Tail | None:
     inputs = step.graph.find_nodes(op="placeholder")
     if any(role_of(node) is not Role.FLAT_GRADIENT for node in gradients) or not set(inputs).isdisjoint(running):
         return None
+    # Inductor would use the memory of a message again, which is sent until a wait that it does not see.
+    starts = [node for node in step.nodes(Role.REDUCE) if not {node, *node.users}.isdisjoint(running)]
+    running = list(dict.fromkeys([*running, *(sent for node in starts for sent in node.all_input_nodes)]))
     stages = []
     given = running
     for number in range(max(taken.values()) + 1):

@@ -172,7 +172,7 @@ def _gather(start: fx.Node, positions: Mapping[fx.Node, int], end: int, hardware
         size_bytes=result_bytes(start),
         time_us=communication(start, hardware).alone_us,
         sent_bytes=sum(result_bytes(node) for node in sent if not shares_memory(node)),
-        copy_us=sum(copy_of(node, hardware.device.host).time_us for node in copies),
+        copy_us=sum(copy_of(node, hardware.device.host).alone_us for node in copies),
         copy_bytes=sum(map(result_bytes, copies)),
         kept=kept,
         unit=_unsplit(start),
@@ -212,6 +212,6 @@ def _reduction(
         ready=positions[first],
         size_bytes=sum(map(result_bytes, first.all_input_nodes)),
         stages_us=tuple(communication(start, hardware).alone_us for start in chain),
-        copy_us=sum(copy_of(node, hardware.device.host).time_us for node in copies),
+        copy_us=sum(copy_of(node, hardware.device.host).alone_us for node in copies),
         unit=_unsplit(first),
     )

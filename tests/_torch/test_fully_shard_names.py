@@ -34,11 +34,13 @@ LACKS = {
         "_set_separate_reduce_scatter_group",
         "_unsharded_dtensor_spec",
         "dp_mesh_dims",
+        "is_spmd_types",
         "reduce_scatter_process_group",
         "reduce_scatter_unused_params",
         "spmd_mesh",
     },
-    "2.13": {"_tp_spec", *_NEW_IN_2_15},
+    "2.13": {"_tp_spec", "is_spmd_types", *_NEW_IN_2_15},
+    "2.14": {"_tp_spec", *_NEW_IN_2_15},
     "2.15": {"_tp_spec"},
 }
 """What a version does not have, of what others have; the files that use it say what takes its place."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,8 +18,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_compile
+from fsdp_compile._torch.distributed import collectives
 from fsdp_compile.errors import ConfigError
+from fsdp_compile.fsdp2.pipeline import Tail
 from fsdp_compile.fsdp2.take_over import model_of
+from fsdp_compile.ir.graph import StepGraph
+from fsdp_compile.lower import graph_ends, region
 from fsdp_compile.optim.step_in_backward import step_in_backward
 from tests import long
 from tests.fsdp2.decoder import Block, Decoder, Tied, batch, cross_entropy, gathered_by_hooks, pair_of, shard
@@ -48,6 +55,13 @@ class _Deep(Decoder):
 class _Checkpointed(_Deep):
     def call(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return checkpoint(block, x, use_reentrant=False)
+
+
+class _Reentrant(_Deep):
+    """The backward of each block runs inside of the model's."""
+
+    def call(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(block, x, use_reentrant=True)
 
 
 def _by_blocks(pair: WithFsdp2, **options: Any) -> WithFsdp2:
@@ -89,6 +103,7 @@ LAYOUTS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "bf16": (_Deep, {"mp_policy": BF16}),
     "kept": (_Deep, {"reshard_after_forward": False}),
     "checkpointed": (_Checkpointed, {"mp_policy": BF16}),
+    "reentrant": (_Reentrant, {"mp_policy": BF16}),
     "tied": (Tied, {}),
     "host": (_Deep, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
 }
@@ -203,6 +218,29 @@ def test_a_block_that_runs_twice_in_a_row_is_gathered_once() -> None:
     assert run_ranks(_gathers_of_repeated) == [1, 1]
 
 
+def _messages_that_are_not_returned() -> list[str]:
+    found: list[str] = []
+    starts = (collectives.reduce_scatter_tensor.default, collectives.reduce_scatter_tensor_coalesced.default)
+
+    def noted(step: StepGraph) -> Tail | None:
+        tail = graph_ends.take_tail(step)
+        assert tail is not None
+        sent = [node for node in step.graph.nodes if node.target in starts]
+        assert sent
+        given = step.output.all_input_nodes
+        found.extend(message.name for node in sent for message in node.all_input_nodes if message not in given)
+        return tail
+
+    with mock.patch.object(region, "take_tail", noted):
+        _by_blocks(pair_of(_Deep)).train(steps=1)
+    return found
+
+
+def test_memory_of_messages_is_not_used_again_while_they_are_sent() -> None:
+    """Inductor takes memory that nothing in the graph reads any more for other results; the wait is outside."""
+    assert run_ranks(_messages_that_are_not_returned) == [[], []]
+
+
 # Where the order changes, or parameters do.
 
 
@@ -291,6 +329,24 @@ def _raises() -> None:
             loss.backward()
     pair.model.zero_grad()
     pair.train(steps=2)
+
+
+def _converted() -> list[int]:
+    pair = _by_blocks(pair_of(_Deep))
+    pair.train(steps=2)
+    pair.zero_grad()
+    taken = model_of(pair.model)
+    assert taken is not None
+    old = [weakref.ref(group.flat) for group in taken.groups]
+    pair.model.double()
+    with torch.no_grad():
+        pair.call(batch(0))
+    gc.collect()
+    return [flat().numel() for flat in old if flat() is not None]
+
+
+def test_old_groups_of_a_converted_model_are_freed() -> None:
+    assert run_ranks(_converted) == [[], []]
 
 
 def test_steps_after_errors() -> None:

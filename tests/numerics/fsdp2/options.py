@@ -175,14 +175,14 @@ def fields() -> set[str]:
     return {field.name for field in dataclasses.fields(FSDPOptions)}
 
 
-def train(rows: list[Row], axes: dict[str, dict[str, Any]] = AXES) -> list[str]:
+def train(rows: list[Row]) -> list[str]:
     """Trains each row beside FSDP2: "" if all bits are the same, else the error by name in the first call."""
-    return [_train(with_defaults(AXES, row.items()), axes) for row in rows]
+    return [_train(with_defaults(AXES, row.items())) for row in rows]
 
 
-def _train(row: Row, axes: dict[str, dict[str, Any]]) -> str:
+def _train(row: Row) -> str:
     torch.compiler.reset()
-    value = {axis: {**AXES, **axes}[axis][name] for axis, name in row.items()}
+    value = {axis: {**AXES.get(axis, {}), **FOUR_RANKS.get(axis, {})}[name] for axis, name in row.items()}
     make, shard = value["layout"]
     make = value.get("blocks", make)
     settings = {name: value[name] for name in SETTINGS if value[name] not in (None, False)}

@@ -33,7 +33,7 @@ def test_rows_train_to_the_bits_of_fsdp2(first: int) -> None:
 @long.parametrize("first", CALLS_OF_FOUR, always=[0])
 def test_hybrid_offloaded_and_checkpointed_rows_train_to_the_bits_of_fsdp2(first: int) -> None:
     rows = OF_FOUR[first : first + PER_CALL]
-    ends = zip(rows, *run_ranks(train, rows, FOUR_RANKS, world_size=4), strict=True)
+    ends = zip(rows, *run_ranks(train, rows, world_size=4), strict=True)
     assert [(row, said) for row, *said in ends if any(said)] == []
 
 
