@@ -111,9 +111,10 @@ def derive_class(module: nn.Module) -> None:
 
     Python assigns `__class__` only between classes of one layout, which is that of the first bases.
     """
-    first = cls = type(module)
+    cls: Any = type(module)
+    first = cls
     while issubclass(first, nn.Module):
-        first = first.__base__  # type: ignore[assignment]
+        first = first.__base__
     known = _fully_shard.get_cls_to_fsdp_cls()
     if first is not object and cls not in known:
         bases = type(first)(first.__name__, (first,), {}), FSDPModule, cls

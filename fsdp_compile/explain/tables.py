@@ -134,7 +134,11 @@ def summary(plan: Plan) -> Iterator[tuple[str, str, str]]:
     total = plan.volume.total_bytes
     sent = ", ".join(f"{kind.value} {size(b)}" for kind, b in plan.volume.sent_bytes.items()) or "nothing"
     yield "sent per rank", size(total), f": {sent}"
-    yield "minimum to send", size(bound.sent_bytes), f" ({share(bound.sent_bytes, total)} of it) in any schedule in this memory"
+    yield (
+        "minimum to send",
+        size(bound.sent_bytes),
+        f" ({share(bound.sent_bytes, total)} of it) in any schedule in this memory",
+    )
     twice = size(plan.volume.full_sharding_bytes)
     yield "FSDP2 would send", twice, ": each parameter gathered twice and reduced once"
 

@@ -342,7 +342,7 @@ def _converted() -> list[int]:
     with torch.no_grad():
         pair.call(batch(0))
     gc.collect()
-    return [flat().numel() for flat in old if flat() is not None]
+    return [found.numel() for flat in old if (found := flat()) is not None]
 
 
 def test_old_groups_of_a_converted_model_are_freed() -> None:

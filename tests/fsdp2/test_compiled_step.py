@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -258,7 +259,8 @@ def test_accumulation_adds_at_most_one_graph_for_each_shape_and_no_frame_reaches
 
 def _graphs_of_many() -> list[int]:
     counts = []
-    for form in (lambda model: model, fully_shard):
+    forms: list[Callable[[nn.Module], Any]] = [lambda model: model, fully_shard]
+    for form in forms:
         torch.compiler.reset()
         counters.clear()
         for _ in range(4):

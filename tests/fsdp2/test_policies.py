@@ -72,6 +72,7 @@ class _Model(nn.Module):
 def _frozen_in_bf16() -> _Model:
     """Parameters of two dtypes in a unit: FSDP2 wants one for those that are trained."""
     model = _Model()
+    layer: Any
     for layer in model.layers:
         layer.scale = nn.Parameter(layer.scale.detach().to(BF16), requires_grad=False)
     return model
