@@ -15,6 +15,7 @@ from fsdp_compile._torch.dynamo import (
     before_each_compile,
     double_recompile_limit,
     ends_in_graph_break,
+    inductor_config,
     list_mode_options,
 )
 from fsdp_compile.capture import plain, unaveraged
@@ -95,7 +96,7 @@ def _compile(
         return transform(step, options, note_inserted, lines)
 
     # A CUDA graph cannot return a collective that runs.
-    records = {**settings, **options.inductor}.get("triton.cudagraphs")
+    records = {**settings, **options.inductor}.get("triton.cudagraphs", inductor_config.triton.cudagraphs)
     region = Region(
         flats,
         run_passes,
