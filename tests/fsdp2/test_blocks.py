@@ -28,7 +28,7 @@ from fsdp_compile.optim.step_in_backward import step_in_backward
 from tests import long
 from tests.fsdp2.decoder import Block, Decoder, Tied, batch, cross_entropy, gathered_by_hooks, pair_of, shard
 from tests.ranks import run_ranks
-from tests.two_sides import REDUCED_TWICE, ROUNDED, WithFsdp2, compile_eagerly, compile_in_place, local, made
+from tests.two_sides import REDUCED_TWICE, WithFsdp2, compile_eagerly, compile_in_place, local, made
 
 pytestmark = pytest.mark.core
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -239,18 +239,6 @@ def _messages_that_are_not_returned() -> list[str]:
 def test_memory_of_messages_is_not_used_again_while_they_are_sent() -> None:
     """Inductor takes memory that nothing in the graph reads any more for other results; the wait is outside."""
     assert run_ranks(_messages_that_are_not_returned) == [[], []]
-
-
-def _recorded() -> int:
-    with torch._inductor.config.patch({"triton.cudagraphs": True}):
-        pair = _by_blocks(pair_of(_Deep), lower="inductor")
-        pair.train(steps=1, within=ROUNDED)
-    return len(_pipeline(pair)._forward.next)
-
-
-def test_nothing_runs_between_graphs_that_cuda_records() -> None:
-    """Also where the setting is a global one."""
-    assert run_ranks(_recorded) == [0, 0]
 
 
 # Where the order changes, or parameters do.
