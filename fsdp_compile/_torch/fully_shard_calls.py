@@ -116,7 +116,7 @@ def derive_class(module: nn.Module) -> None:
     while issubclass(first, nn.Module):
         first = first.__base__
     known = _fully_shard.get_cls_to_fsdp_cls()
-    if first is not object and cls not in known:
+    if first is not object and not first.__dictoffset__ and cls not in known:
         bases = type(first)(first.__name__, (first,), {}), FSDPModule, cls
         known[cls] = type(cls)(f"FSDP{cls.__name__}", bases, {"__deepcopy__": _fully_shard._unimplemented_deepcopy})
 
