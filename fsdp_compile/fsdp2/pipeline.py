@@ -207,6 +207,8 @@ class Pipeline:
 
     def arrived(self, group: ParamGroup, gradient: torch.Tensor) -> torch.Tensor:
         """The gradient of a group, where `gradient` has come through autograd."""
+        if not self._arriving:  # as of a whole model in one graph
+            return gradient
         reduction, number = self._arriving.get(backward_in_progress(), {}).pop(group, (None, 0))
         if reduction is None:
             return gradient

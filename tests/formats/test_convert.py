@@ -286,7 +286,7 @@ def test_a_conversion_that_fails_leaves_nothing(to: Format, tmp_path: Path, monk
 
     monkeypatch.setattr(Checkpoint, "read", fail)
     with pytest.raises(CheckpointError, match=r"cannot write .*: No space left on device"):
-        convert_checkpoint(tmp_path / "a.pt", tmp_path / "b", ConvertOptions(to))
+        convert_checkpoint(tmp_path / "a.pt", tmp_path / "b", ConvertOptions(to, dtype="bfloat16"))
     assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
 
 
