@@ -45,7 +45,7 @@ class Tapered(nn.Module):
 def captured(make: Callable[[], nn.Module]) -> tuple[StepGraph, ...]:
     plan = explain(make(), torch.ones(64, WIDTH, device="meta"), world_size=4, hardware=hardware("cpu", 1.0))
     assert plan.traced is not None
-    return plan.traced.regions[0].captured
+    return tuple(plan.traced.regions[0].captured)
 
 
 def planned(step: StepGraph, gb_per_s: float, follow: Sequence[str] | None = None) -> StepGraph:
