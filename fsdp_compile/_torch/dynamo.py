@@ -262,8 +262,8 @@ def before_first_call(compiled: OptimizedModule, prepare: Callable[[OptimizedMod
     """Calls a function before what a compiled module is called with first reaches it, or any hook of it."""
 
     def called(*args: Any, **kwargs: Any) -> Any:
-        del vars(compiled)["_compiled_call_impl"]
         prepare(compiled)
+        del vars(compiled)["_compiled_call_impl"]
         return compiled._call_impl(*args, **kwargs)
 
     vars(compiled)["_compiled_call_impl"] = called

@@ -119,10 +119,9 @@ class _Order:
         """The calls that are expected from here on."""
         return self._expected[self._place :]
 
-    def end(self, *, keep: bool) -> None:
-        """Expects the calls that were seen the next time, if `keep`."""
-        if keep and self._seen:
-            self._expected = self._seen
+    def end(self) -> None:
+        """Expects the calls that were seen the next time: also after an error, which the other ranks may not have."""
+        self._expected = self._seen or self._expected
         self._seen, self._place = [], 0
 
 
@@ -143,15 +142,14 @@ class Pipeline:
         """Before a forward of the root: what an earlier one has left is of old parameters."""
         if backward_in_progress() == -1 and self._arriving:  # an earlier backward has raised
             self._arriving = {}
-            self._end_backward(keep_order=False)
-        self._drop_all()
-        self._forward.end(keep=False)
+            self._end_backward()
+        self.end_forward()
         self._is_in_forward = True
 
     def end_forward(self) -> None:
         """After a forward of the root."""
         self._drop_all()
-        self._forward.end(keep=True)
+        self._forward.end()
         self._is_in_forward = False
 
     def gathered(self, call: _Call) -> list[torch.Tensor]:
@@ -226,14 +224,14 @@ class Pipeline:
     def _leave_backward(self, task: int) -> None:
         self._arriving.pop(task, None)
         if not self._arriving:  # else it ran inside of another one
-            self._end_backward(keep_order=True)
+            self._end_backward()
 
-    def _end_backward(self, *, keep_order: bool) -> None:
+    def _end_backward(self) -> None:
         for reduction in self._running:
             reduction.finish()
         self._running = []
         self._drop_all()
-        self._backward.end(keep=keep_order)
+        self._backward.end()
 
     def _drop_all(self) -> None:
         for call in list(self._ahead):

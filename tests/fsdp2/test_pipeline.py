@@ -1,0 +1,270 @@
+"""Collectives that run between the graphs of blocks, and what may change from one step to the next."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_compile._torch.distributed import collectives
+from fsdp_compile.fsdp2.pipeline import Tail
+from fsdp_compile.fsdp2.take_over import model_of
+from fsdp_compile.ir.graph import StepGraph
+from fsdp_compile.lower import graph_ends, region
+from tests.fsdp2.blocks import Deep, by_blocks, pipeline_of
+from tests.fsdp2.decoder import batch, cross_entropy, pair_of
+from tests.ranks import run_ranks
+from tests.two_sides import REDUCED_TWICE, local
+
+pytestmark = pytest.mark.core
+
+
+def _events(step: Callable[[], object]) -> list[str]:
+    """Matmuls, and FSDP's ranges, of what a step runs, in their order."""
+    with torch.profiler.profile() as profiler:
+        step()
+    found = sorted((event.time_range.start, event.name) for event in profiler.events())
+    named = [name.replace("addmm", "mm") for _, name in found]
+    return [name for name in named if name == "aten::mm" or name.startswith("FSDP::")]
+
+
+def _matmuls_between(events: list[str], start: str, end: str, unit: str) -> list[int]:
+    """How many run between each start of a unit's collective and the wait for it."""
+    counts, since = [], -1
+    for number, name in enumerate(events):
+        if name == f"FSDP::{start} ({unit})":
+            since = number
+        if name == f"FSDP::{end} ({unit})" and since >= 0:
+            counts.append(events[since:number].count("aten::mm"))
+            since = -1
+    return counts
+
+
+# What runs while blocks compute.
+
+
+def _overlap(prefetch: Any) -> dict[str, list[int]]:
+    pair = by_blocks(pair_of(Deep), prefetch=prefetch)
+    pair.train(steps=2)
+    events = _events(lambda: cross_entropy(pair.call, batch(0)).backward())
+    return {
+        "gathers": _matmuls_between(events, "all_gather", "all_gather_copy_out", "blocks.2"),
+        "reductions": _matmuls_between(events, "post_backward_reduce", "post_backward_rs_wait", "blocks.2"),
+    }
+
+
+def test_collectives_run_while_other_blocks_compute() -> None:
+    for found in run_ranks(_overlap, "auto"):
+        forward, backward = found["gathers"]
+        assert forward >= 2  # of block 1
+        assert backward >= 4  # of block 3
+        assert max(found["reductions"]) >= 4  # of block 1
+
+
+def test_nothing_runs_ahead_at_distance_zero() -> None:
+    assert all(not any(found["gathers"]) for found in run_ranks(_overlap, 0))
+
+
+class _Repeated(Deep):
+    """Each block runs twice in a row."""
+
+    def call(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return block(block(x))
+
+
+def _gathers_of_repeated() -> int:
+    pair = by_blocks(pair_of(_Repeated))
+    pair.train(steps=2, within=REDUCED_TWICE)
+    events = _events(lambda: pair.call(batch(0)))
+    return sum(name == "FSDP::all_gather (blocks.2)" for name in events)
+
+
+def test_a_block_that_runs_twice_in_a_row_is_gathered_once() -> None:
+    assert run_ranks(_gathers_of_repeated) == [1, 1]
+
+
+def _messages_that_are_not_returned() -> list[str]:
+    found: list[str] = []
+    starts = (collectives.reduce_scatter_tensor.default, collectives.reduce_scatter_tensor_coalesced.default)
+
+    def noted(step: StepGraph) -> Tail | None:
+        tail = graph_ends.take_tail(step)
+        assert tail is not None
+        sent = [node for node in step.graph.nodes if node.target in starts]
+        assert sent
+        given = step.output.all_input_nodes
+        found.extend(message.name for node in sent for message in node.all_input_nodes if message not in given)
+        return tail
+
+    with mock.patch.object(region, "take_tail", noted):
+        by_blocks(pair_of(Deep)).train(steps=1)
+    return found
+
+
+def test_memory_of_messages_is_not_used_again_while_they_are_sent() -> None:
+    """Inductor takes memory that nothing in the graph reads any more for other results; the wait is outside."""
+    assert run_ranks(_messages_that_are_not_returned) == [[], []]
+
+
+# Where the order changes, or parameters do.
+
+
+def _leaves_blocks_out() -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("fsdp_compile.progress")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        pair = by_blocks(pair_of(Deep))
+        for left_out in (set(), {1}, {0, 2}, set(), {3}, {0, 1, 2, 3}, set()):
+            for model in pair:
+                model.left_out = left_out
+            pair.train(steps=1)
+        assert not pipeline_of(pair)._ahead
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+    return [each for each in said if "another graph" in each]
+
+
+def test_blocks_that_are_left_out() -> None:
+    assert [len(each) for each in run_ranks(_leaves_blocks_out)] == [1, 1]
+
+
+def _changes() -> None:
+    pair = by_blocks(pair_of(Deep))
+    pair.train(steps=2)
+    with torch.no_grad():
+        for model in pair:
+            for parameter in model.parameters():
+                parameter.mul_(1.5)
+    pair.train(steps=1)
+    for model in pair:
+        model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
+    pair.train(steps=1)
+
+
+class _Writes(Deep):
+    """Its root changes a block whose gather may run already."""
+
+    writes = False
+
+    def call(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if self.writes and block is self.blocks[1]:
+            with torch.no_grad():
+                for parameter in self.blocks[2].parameters():
+                    parameter.mul_(1.25)
+        return block(x)
+
+
+def _changes_in_a_forward() -> None:
+    pair = by_blocks(pair_of(_Writes))
+    pair.train(steps=2)
+    for model in pair:
+        model.writes = True
+    pair.train(steps=2)
+
+
+def test_parameters_that_change_between_and_in_forwards() -> None:
+    run_ranks(_changes)
+    run_ranks(_changes_in_a_forward)
+
+
+class _Stop(Exception):  # noqa: N818
+    pass
+
+
+def _raises() -> None:
+    pair = by_blocks(pair_of(Deep))
+    pair.train(steps=2)
+
+    def stop(*_: Any) -> None:
+        raise _Stop
+
+    for call, model in ((pair.call, pair.model),):
+        hook = model.blocks[1].register_forward_hook(stop)
+        with contextlib.suppress(_Stop):
+            call(batch(0))
+        hook.remove()
+        loss = cross_entropy(call, batch(0))
+        loss.register_hook(stop)
+        with pytest.raises(_Stop):
+            loss.backward()
+    pair.model.zero_grad()
+    pair.train(steps=2)
+
+
+def _converted() -> list[int]:
+    pair = by_blocks(pair_of(Deep))
+    pair.train(steps=2)
+    pair.zero_grad()
+    taken = model_of(pair.model)
+    assert taken is not None
+    old = [weakref.ref(group.flat) for group in taken.groups]
+    pair.model.double()
+    with torch.no_grad():
+        pair.call(batch(0))
+    gc.collect()
+    return [found.numel() for flat in old if (found := flat()) is not None]
+
+
+def test_old_groups_of_a_converted_model_are_freed() -> None:
+    assert run_ranks(_converted) == [[], []]
+
+
+def test_steps_after_errors() -> None:
+    run_ranks(_raises)
+
+
+def _several_times() -> None:
+    """A block that is called twice, two forwards before one backward, and gradients of inputs alone."""
+    pair = by_blocks(pair_of(Deep))
+    pair.train(steps=2)
+
+    def twice(call: Any, tokens: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(call, tokens) + 2 * cross_entropy(call, tokens.flip(0))
+
+    pair.train(steps=2, loss=twice, within=REDUCED_TWICE)
+
+    parameters = list(pair.model.blocks[1].parameters())
+    found = torch.autograd.grad(cross_entropy(pair.call, batch(3)), parameters)
+    assert all(parameter.grad is None for parameter in parameters)
+    cross_entropy(pair.call, batch(3)).backward()
+    for gradient, parameter in zip(found, parameters, strict=True):
+        assert torch.equal(local(gradient), local(parameter.grad))
+    pair.zero_grad()
+    pair.train(steps=1, within=REDUCED_TWICE)
+
+
+def test_several_forwards_and_gradients_by_autograd() -> None:
+    run_ranks(_several_times)
+
+
+@contextlib.contextmanager
+def _profiled() -> Iterator[Any]:
+    with torch.profiler.profile() as profiler:
+        yield profiler
+
+
+def _ranges() -> set[str]:
+    pair = by_blocks(pair_of(Deep))
+    pair.train(steps=2)
+    with _profiled() as profiler:
+        pair.backward()
+    return {event.name for event in profiler.events() if event.name.startswith("FSDP::") and "blocks.2" in event.name}
+
+
+def test_ranges_of_the_profiler() -> None:
+    names = {"FSDP::all_gather (blocks.2)", "FSDP::all_gather_copy_out (blocks.2)"}
+    names |= {"FSDP::post_backward_reduce (blocks.2)", "FSDP::post_backward_rs_wait (blocks.2)"}
+    assert all(names <= found for found in run_ranks(_ranges))
