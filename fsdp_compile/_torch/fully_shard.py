@@ -232,6 +232,7 @@ _SETTINGS = frozenset(
         "_all_gather_comm",
         "_reduce_scatter_comm",
         "_all_reduce_hook",
+        "reduce_scatter_max_input_buffers",
     }
 )
 """Attributes that `set_*` methods of an `FSDPModule` change, and by which graphs differ."""
@@ -398,6 +399,10 @@ def only_for_hooks(group: TorchGroup) -> str:
         return f"{', '.join(names)} for communication (set_custom_all_gather() or the like)"
     if group._all_reduce_hook is not None:
         return "set_all_reduce_hook()"
+    if getattr(group, "reduce_scatter_max_input_buffers", 1) != 1:  # since torch 2.15
+        return "set_reduce_scatter_max_input_buffers()"
+    if any(getattr(param, "keep_unsharded_storage", False) for param in group.fsdp_params):  # since torch 2.15
+        return "set_keep_unsharded_storage()"
     return "" if group.reshard_after_backward else "set_reshard_after_backward(False)"
 
 

@@ -55,15 +55,15 @@ ATTRIBUTES: Mapping[Any, str] = {
         _post_backward_pending _reduce_scatter_comm _reset_iter_state _set_separate_reduce_scatter_group
         _to_sharded _training_state _validate_cpu_offload_params _validate_no_meta_params all_reduce_grads
         force_sum_reduction_for_comms fsdp_params gradient_divide_factor is_sharded mesh_info modules
-        offload_policy post_backward post_forward_mesh_info reduce_grads reduce_scatter_unused_params
-        reshard_after_backward unshard wait_for_unshard
+        offload_policy post_backward post_forward_mesh_info reduce_grads reduce_scatter_max_input_buffers
+        reduce_scatter_unused_params reshard_after_backward unshard wait_for_unshard
     """,
     FSDPParam: """
         _dp_dim_indices _get_grad_inner_tensor _has_sharded_grad_dtype_override _module_info _orig_size
         _sharded_local_tensor _sharded_param_data _sharded_post_forward_param _tp_spec _unsharded_dtensor_spec
-        _unsharded_inner_tensors _unsharded_param all_gather_outputs fsdp_placement is_spmd_types offload_to_cpu
-        orig_dtype padded_sharded_param_size param_dtype pin_memory reduce_dtype sharded_grad_dtype sharded_param
-        unsharded_accumulated_grad unsharded_grad_dtype
+        _unsharded_inner_tensors _unsharded_param all_gather_outputs fsdp_placement is_spmd_types
+        keep_unsharded_storage offload_to_cpu orig_dtype padded_sharded_param_size param_dtype pin_memory reduce_dtype
+        sharded_grad_dtype sharded_param unsharded_accumulated_grad unsharded_grad_dtype
     """,
     ParamModuleInfo: "module param_name shared_modules shared_param_names",
     HSDPMeshInfo: """

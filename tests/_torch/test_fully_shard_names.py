@@ -21,6 +21,8 @@ USERS = [path for path in NAMES.parent.glob("fully_shard*.py") if path != NAMES]
 _NEW_IN_2_15 = (
     "_has_sharded_grad_dtype_override",
     "_post_backward_pending",
+    "keep_unsharded_storage",
+    "reduce_scatter_max_input_buffers",
     "sharded_grad_dtype",
     "unsharded_grad_dtype",
 )

@@ -63,13 +63,13 @@ ROWS: Mapping[str, Mapping[str, str]] = {
         "set_is_last_backward": (
             "numerics/one_process/test_held_gradients.py::test_each_backward_hands_gradients_over_as_fsdp2_does"
         ),
-        "set_keep_unsharded_storage": "torch's: it is about memory that FSDP2 gathers into",
+        "set_keep_unsharded_storage": _HOOKS,
         "set_manual_backward_finalization": _FINALIZE,
         "set_modules_to_backward_prefetch": _PREFETCH,
         "set_modules_to_forward_prefetch": _PREFETCH,
         "set_post_optim_event": "fsdp2/test_reduction_settings.py::test_gathers_wait_for_the_optimizers_event",
         "set_reduce_scatter_divide_factor": "torch's: it calls set_gradient_divide_factor()",
-        "set_reduce_scatter_max_input_buffers": "torch's: a plan decides how many reductions run at once",
+        "set_reduce_scatter_max_input_buffers": _HOOKS,
         "set_reduce_scatter_unused_params": _REDUCTIONS,
         "set_requires_all_reduce": _REDUCTIONS,
         "set_requires_gradient_sync": _POLICIES,

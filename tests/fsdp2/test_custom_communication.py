@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from tests.fsdp2.mlp import only_hooks, pair_of
@@ -48,6 +49,12 @@ SETTINGS: dict[str, Callable[[Any, list[str]], None]] = {
     "hook": lambda layer, calls: layer.set_all_reduce_hook(functools.partial(_hook, calls=calls)),
     "allocate": lambda layer, _: layer.set_allocate_memory_from_process_group_for_comm(True),
 }
+SINCE_2_15: dict[str, Callable[[Any, list[str]], None]] = {
+    "keep": lambda layer, _: layer.set_keep_unsharded_storage(True),
+    "buffers": lambda layer, _: layer.set_reduce_scatter_max_input_buffers(2),
+}
+if hasattr(FSDPModule, "set_keep_unsharded_storage"):
+    SETTINGS |= SINCE_2_15
 
 
 def _trained(name: str) -> tuple[list[bool], int]:
@@ -63,7 +70,7 @@ def _trained(name: str) -> tuple[list[bool], int]:
 def test_such_a_unit_goes_by_hooks(name: str) -> None:
     by_hooks, count = run_ranks(_trained, name)[0]
     assert by_hooks == [False, True, False]
-    assert (count >= 2) == (name != "allocate")
+    assert (count >= 2) == (name in ("gather", "scatter", "hook"))
 
 
 def _set_later() -> None:

@@ -73,6 +73,14 @@ def test_trl(tmp_path: Path, loss: str) -> None:
     _same(found, expected)
 
 
+@pytest.mark.parametrize("kind", ["dpo", "reward", "grpo"])
+def test_trl_preferences(tmp_path: Path, kind: str) -> None:
+    pytest.importorskip("trl")
+    expected = _run("with_trl_preferences", tmp_path, "ddp", kind, "by_ddp")
+    assert all("loss" in entry for entry in expected[:3])
+    _same(_run("with_trl_preferences", tmp_path, "fsdp", kind, "sharded"), expected)
+
+
 @pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
 def test_accelerate(tmp_path: Path, mixed_precision: str) -> None:
     pytest.importorskip("accelerate")

@@ -23,7 +23,8 @@ LOSSES: dict[str, dict[str, Any]] = {
 }
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Of whole words."""
     names = ["<pad>", "<eos>", "<unk>", *WORDS]
     tokens = Tokenizer(WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
     tokens.pre_tokenizer = Whitespace()
@@ -83,7 +84,7 @@ def main(how: str, loss: str, precision: str, folder: str, resume_from: str | No
         args=_arguments(folder, loss, bf16=precision == "bf16", sharded=how == "fsdp"),
         train_dataset=texts,
         eval_dataset=texts.select(range(16)),
-        processing_class=_tokenizer(),
+        processing_class=tokenizer(),
         callbacks=callbacks,
     )
     trainer.train(resume_from_checkpoint=resume_from)
