@@ -399,7 +399,7 @@ def only_for_hooks(group: TorchGroup) -> str:
         return f"{', '.join(names)} for communication (set_custom_all_gather() or the like)"
     if group._all_reduce_hook is not None:
         return "set_all_reduce_hook()"
-    if getattr(group, "reduce_scatter_max_input_buffers", 1) != 1:  # since torch 2.15
+    if getattr(group, "reduce_scatter_max_input_buffers", 1) != 1:  # since torch 2.13
         return "set_reduce_scatter_max_input_buffers()"
     if any(getattr(param, "keep_unsharded_storage", False) for param in group.fsdp_params):  # since torch 2.15
         return "set_keep_unsharded_storage()"

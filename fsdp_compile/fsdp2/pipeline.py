@@ -9,13 +9,16 @@ A graph that is about to run waits for its messages, and starts the gathers of t
 before: as many as fit into the memory of the largest one, and at least one. Where another graph comes, its messages are
 gathered when it is called, as in the first step. Gathers run ahead only within one forward of the root, or within one
 backward, since parameters may change in between.
+
+Under `reshard_after_forward="auto"` messages stay from forward to backward in the memory that gathers ahead leave: at
+the end of a forward nothing is ahead, and those of the last graphs, which backward needs first, are not gathered again.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -40,6 +43,7 @@ class Head:
         flats: Positions of these flat tensors among the inputs of the graph.
         nbytes: Of the gathered messages, which the graph takes after its own inputs.
         ahead: How many graphs ahead of it may gather; `None` for what fits into the memory of the largest.
+        may_stay: Whether the messages may stay in memory for a backward, which may find them by an equal head.
     """
 
     code: str
@@ -47,6 +51,7 @@ class Head:
     flats: tuple[int, ...] = dataclasses.field(compare=False)
     nbytes: int = dataclasses.field(compare=False)
     ahead: int | None = dataclasses.field(compare=False)
+    may_stay: bool = dataclasses.field(compare=False)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -131,6 +136,8 @@ class Pipeline:
     def __init__(self) -> None:
         self._forward, self._backward = _Order(), _Order()
         self._ahead: dict[_Call, tuple[Sequence[torch.Tensor], Sequence[int]]] = {}
+        self._staying: list[_Call] = []
+        """Of those, what graphs of this forward have used, the last one last."""
         self._largest = 0
         self._is_in_forward = False
         self._running: list[Reduction] = []
@@ -143,12 +150,13 @@ class Pipeline:
         if backward_in_progress() == -1 and self._arriving:  # an earlier backward has raised
             self._arriving = {}
             self._end_backward()
-        self.end_forward()
+        self._drop_all()
+        self._forward.end()
         self._is_in_forward = True
 
     def end_forward(self) -> None:
         """After a forward of the root."""
-        self._drop_all()
+        self._drop_all(keep=self._staying)
         self._forward.end()
         self._is_in_forward = False
 
@@ -162,15 +170,25 @@ class Pipeline:
         running, versions = self._ahead.pop(call, ((), ()))
         if list(versions) != _versions(call):
             running = _start(call)
-        for other in [other for other in self._ahead if other not in expected]:
-            self._drop(other)
-        for other in expected:
+        self._stay(call, expected)
+        self._drop_all(keep=(*expected, *self._staying))
+        for other in (*expected, *self._staying):
             if other == call:
                 self._ahead[call] = running, _versions(call)
             elif other not in self._ahead:
                 self._ahead[other] = _start(other), _versions(other)
         with profiled(Range.ALL_GATHER_COPY_OUT, [call[1][0].title]):
             return [collectives.wait_tensor(each) for each in running]
+
+    def _stay(self, call: _Call, expected: Sequence[_Call]) -> None:
+        """Chooses what stays for backward: the messages of `call`, and of graphs before it where gathers leave room."""
+        used, self._staying = self._staying, []
+        if self._is_in_forward and call[0].may_stay and backward_in_progress() == -1:
+            room = self._largest - sum(other[0].nbytes for other in {*expected} - {call})
+            for other in reversed(used):
+                if other != call and other not in expected and (room := room - other[0].nbytes) >= 0:
+                    self._staying.insert(0, other)
+            self._staying.append(call)
 
     def _expected_after(self, call: _Call, order: _Order) -> list[_Call]:
         """The calls whose messages may be in memory while `call` computes."""
@@ -233,13 +251,10 @@ class Pipeline:
         self._drop_all()
         self._backward.end()
 
-    def _drop_all(self) -> None:
-        for call in list(self._ahead):
-            self._drop(call)
-
-    def _drop(self, call: _Call) -> None:
-        for each in self._ahead.pop(call)[0]:
-            collectives.wait_tensor(each)
+    def _drop_all(self, keep: Collection[_Call] = ()) -> None:
+        for call in [call for call in self._ahead if call not in keep]:
+            for each in self._ahead.pop(call)[0]:
+                collectives.wait_tensor(each)
 
 
 def gathered(head: Head, groups: Mapping[int, ParamGroup], args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -285,4 +300,5 @@ def _start(call: _Call) -> Sequence[torch.Tensor]:
 
 
 def _versions(call: _Call) -> list[int]:
-    return [group.flat._version for group in call[1]]
+    # A write to a DTensor counts on the DTensor, and not on its local tensor, the view of the flat tensor.
+    return [each._version for group in call[1] for each in (group.flat, *(param.parameter for param in group.params))]

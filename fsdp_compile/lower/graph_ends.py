@@ -23,6 +23,7 @@ from fsdp_compile._torch.dynamo import LazyGraphModule
 from fsdp_compile.fsdp2.pipeline import Head, Tail
 from fsdp_compile.ir.graph import SENT, Role, StepGraph, require, role_of
 from fsdp_compile.ir.queries import flat_of
+from fsdp_compile.layout.spec import Reshard
 
 _HEAD = frozenset({*SENT, Role.GATHER, Role.GATHER_ITEM})
 _TAIL = frozenset(
@@ -39,12 +40,13 @@ _TAIL = frozenset(
 )
 
 
-def take_head(step: StepGraph, ahead: int | None) -> tuple[Head | None, list[torch.Tensor]]:
+def take_head(step: StepGraph, ahead: int | None, *, has_backward: bool) -> tuple[Head | None, list[torch.Tensor]]:
     """Takes the all-gathers of the first unit out of a graph, which takes their messages as further inputs.
 
     Args:
         step: A planned graph; changed.
         ahead: How many graphs ahead of it may gather.
+        has_backward: Whether it is a forward of a training step.
 
     Returns:
         `None` if it has none, or if they gather what the graph, and not a parameter group, has; and stand-ins of the
@@ -77,7 +79,8 @@ def take_head(step: StepGraph, ahead: int | None) -> tuple[Head | None, list[tor
     positions = tuple(place for place, node in enumerate(inputs) if node in taken)
     messages = [wait.meta["val"] for wait in waits]
     nbytes = sum(message.numel() * message.element_size() for message in messages)
-    return Head(start.code, start, positions, nbytes, ahead), messages
+    is_open = all(spec.reshard is Reshard.AUTO for flat in flats for spec in require(flat).specs)
+    return Head(start.code, start, positions, nbytes, ahead, has_backward and ahead is None and is_open), messages
 
 
 def take_tail(step: StepGraph) -> Tail | None:

@@ -186,7 +186,8 @@ class Region:
             release_gradients(step)
         erase_markers(gm.graph)  # from then on it can be lowered
         ahead = self.graphs_ahead(phase)
-        head, messages = take_head(step, ahead) if ahead != 0 else (None, [])
+        trains = phase is Phase.FORWARD and len(self.steps) == 2
+        head, messages = take_head(step, ahead, has_backward=trains) if ahead != 0 else (None, [])
         tail = take_tail(step) if ahead != 0 and phase is Phase.BACKWARD else None
         around = CompiledStep.of(step, self.again, self.sources if phase is Phase.BACKWARD else None)
         around = dataclasses.replace(around, head=head, tail=tail)

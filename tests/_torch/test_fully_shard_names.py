@@ -22,7 +22,6 @@ _NEW_IN_2_15 = (
     "_has_sharded_grad_dtype_override",
     "_post_backward_pending",
     "keep_unsharded_storage",
-    "reduce_scatter_max_input_buffers",
     "sharded_grad_dtype",
     "unsharded_grad_dtype",
 )
@@ -37,6 +36,7 @@ LACKS = {
         "_unsharded_dtensor_spec",
         "dp_mesh_dims",
         "is_spmd_types",
+        "reduce_scatter_max_input_buffers",
         "reduce_scatter_process_group",
         "reduce_scatter_unused_params",
         "spmd_mesh",

@@ -49,12 +49,11 @@ SETTINGS: dict[str, Callable[[Any, list[str]], None]] = {
     "hook": lambda layer, calls: layer.set_all_reduce_hook(functools.partial(_hook, calls=calls)),
     "allocate": lambda layer, _: layer.set_allocate_memory_from_process_group_for_comm(True),
 }
-SINCE_2_15: dict[str, Callable[[Any, list[str]], None]] = {
-    "keep": lambda layer, _: layer.set_keep_unsharded_storage(True),
-    "buffers": lambda layer, _: layer.set_reduce_scatter_max_input_buffers(2),
+NEW: dict[str, Callable[[Any, list[str]], None]] = {
+    "set_keep_unsharded_storage": lambda layer, _: layer.set_keep_unsharded_storage(True),  # since torch 2.15
+    "set_reduce_scatter_max_input_buffers": lambda layer, _: layer.set_reduce_scatter_max_input_buffers(2),  # 2.13
 }
-if hasattr(FSDPModule, "set_keep_unsharded_storage"):
-    SETTINGS |= SINCE_2_15
+SETTINGS |= {name: change for name, change in NEW.items() if hasattr(FSDPModule, name)}
 
 
 def _trained(name: str) -> tuple[list[bool], int]:

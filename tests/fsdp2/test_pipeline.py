@@ -6,6 +6,7 @@ import contextlib
 import gc
 import logging
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -14,15 +15,16 @@ import pytest
 import torch
 from torch import nn
 
+import fsdp_compile
 from fsdp_compile._torch.distributed import collectives
 from fsdp_compile.fsdp2.pipeline import Tail
 from fsdp_compile.fsdp2.take_over import model_of
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.lower import graph_ends, region
 from tests.fsdp2.blocks import Deep, by_blocks, pipeline_of
-from tests.fsdp2.decoder import batch, cross_entropy, pair_of
+from tests.fsdp2.decoder import batch, cross_entropy, pair_of, shard
 from tests.ranks import run_ranks
-from tests.two_sides import REDUCED_TWICE, local
+from tests.two_sides import REDUCED_TWICE, WithFsdp2, local
 
 pytestmark = pytest.mark.core
 
@@ -91,6 +93,39 @@ def test_a_block_that_runs_twice_in_a_row_is_gathered_once() -> None:
     assert run_ranks(_gathers_of_repeated) == [1, 1]
 
 
+class _NoBiases(Deep):
+    """Whose backward reads all that forward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for module in self.modules():
+            if hasattr(module, "bias"):
+                module.register_parameter("bias", None)
+
+
+def _gathers_of_each_unit() -> dict[str, int]:
+    def ours(model: Any) -> None:
+        fsdp_compile.fully_shard(model, reshard_after_forward="auto")
+
+    pair = by_blocks(WithFsdp2(_NoBiases, shard, batch, cross_entropy, ours=ours))
+    pair.train(steps=3)
+    events = _events(lambda: cross_entropy(pair.call, batch(0)).backward())
+    assert not pipeline_of(pair)._ahead
+    pair.zero_grad()
+    loss = cross_entropy(pair.call, batch(0))
+    with torch.no_grad():  # what stays is of old values
+        for parameter in pair.model.parameters():
+            parameter.add_(1.0)
+    assert "FSDP::all_gather (blocks.3)" in _events(loss.backward)
+    return Counter(name.partition("(")[2][:-1] for name in events if name.startswith("FSDP::all_gather ("))
+
+
+def test_what_is_used_last_stays_for_backward() -> None:
+    for found in run_ranks(_gathers_of_each_unit):
+        assert {name for name, count in found.items() if count == 1} >= {"blocks.3", "head"}
+        assert found["blocks.0"] == found["blocks.1"] == 2
+
+
 def _messages_that_are_not_returned() -> list[str]:
     found: list[str] = []
     starts = (collectives.reduce_scatter_tensor.default, collectives.reduce_scatter_tensor_coalesced.default)
@@ -155,14 +190,14 @@ def _changes() -> None:
 
 
 class _Writes(Deep):
-    """Its root changes a block whose gather may run already."""
+    """Its root changes a block whose gather runs already."""
 
     writes = False
 
     def call(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        if self.writes and block is self.blocks[1]:
+        if self.writes and block is self.blocks[2]:
             with torch.no_grad():
-                for parameter in self.blocks[2].parameters():
+                for parameter in block.parameters():
                     parameter.mul_(1.25)
         return block(x)
 
