@@ -36,8 +36,7 @@ from fsdp_compile.passes.hide_own_collectives import HideOwnCollectives
 from fsdp_compile.passes.insert_collectives import InsertCollectives
 from fsdp_compile.passes.poison import poison_freed_messages
 from fsdp_compile.passes.schedule_auto import MARGIN, ScheduleAuto, SchedulePlan
-from fsdp_compile.passes.schedule_fsdp1 import ScheduleFSDP1
-from fsdp_compile.passes.schedule_prefetch import SchedulePrefetch
+from fsdp_compile.passes.schedule_prefetch import ScheduleFSDP1, SchedulePrefetch
 from fsdp_compile.passes.schedule_reduce import ScheduleReduce
 from fsdp_compile.passes.schedule_reshard import ScheduleReshard
 from fsdp_compile.passes.settings import FUSION, budget_bytes, for_graph, join_bytes, limits_of

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from fsdp_compile.cli.main import main
-from fsdp_compile.ir.text.names import DTYPES, OPERATORS
 from fsdp_compile.ir.text.parser import parse_graph
 from fsdp_compile.ir.text.printer import format_graph
+from fsdp_compile.ir.text.spelling import DTYPES, OPERATORS
 
 PAGE = (Path(__file__).parents[2] / "docs/graph_text.md").read_text(encoding="utf-8")
 

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from fsdp_compile.ir.graph import Phase, Record, Role
-from fsdp_compile.ir.text.plan import format_plan
+from fsdp_compile.ir.text.printer import format_plan
 from fsdp_compile.layout.spec import UnshardSpec
 
 SPEC = UnshardSpec(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp_compile.verify.check import complaints
-from fsdp_compile.verify.table import RULES
+from fsdp_compile.verify.check import RULES, complaints
 from tests.verify.average_breaks import AVERAGE_BREAKS as OF_AVERAGES
 from tests.verify.breaks import BREAKS as OF_UNITS
 from tests.verify.breaks import Break

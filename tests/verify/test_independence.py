@@ -10,7 +10,7 @@ import pytest
 
 import fsdp_compile.verify
 from fsdp_compile.ir.graph import Stage
-from fsdp_compile.verify.table import RULES
+from fsdp_compile.verify.check import RULES
 
 PACKAGE = Path(inspect.getfile(fsdp_compile.verify)).parent
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -8,7 +8,7 @@ from fsdp_compile.errors import InvariantError
 from fsdp_compile.ir.graph import Phase, Role
 from fsdp_compile.ir.source_line import source_line
 from fsdp_compile.verify.check import check
-from fsdp_compile.verify.limits import Limits
+from fsdp_compile.verify.facts import Limits
 from fsdp_compile.verify.report import NEIGHBOURS, SHOWN, describe
 from tests.verify import breaks, memory_breaks, record_breaks
 from tests.verify.graphs import graph
