@@ -213,10 +213,11 @@ def compiler_of_calls() -> Callable[..., Any] | None:
 
 
 class GivenBackend(NamedTuple):
-    """The function that was given to `torch.compile`, or found by the given name, and its options."""
+    """The function that was given to `torch.compile`, or found by the given name, with its options and mode."""
 
     function: object
     options: Mapping[str, Any] | None
+    mode: str | None
 
 
 def given_backend(wrapped: Any) -> GivenBackend:
@@ -226,7 +227,8 @@ def given_backend(wrapped: Any) -> GivenBackend:
         wrapped = wrapped._torchdynamo_orig_backend
     if isinstance(splitter := getattr(wrapped, "__self__", None), DDPOptimizer):  # inside of a forward of DDP
         return given_backend(splitter.backend_compile_fn)
-    return GivenBackend(getattr(wrapped, "compiler_fn", wrapped), getattr(wrapped, "kwargs", {}).get("options"))
+    given = getattr(wrapped, "kwargs", {})
+    return GivenBackend(getattr(wrapped, "compiler_fn", wrapped), given.get("options"), given.get("mode"))
 
 
 def after_each_compile_of_a_module(
@@ -266,6 +268,7 @@ def before_first_call(compiled: OptimizedModule, prepare: Callable[[OptimizedMod
         del vars(compiled)["_compiled_call_impl"]
         return compiled._call_impl(*args, **kwargs)
 
+    skip_code(called.__code__)
     vars(compiled)["_compiled_call_impl"] = called
 
 

@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 
-from fsdp_compile.lower.progress import LOGGER
+from fsdp_compile.progress import LOGGER
 from fsdp_compile.training.metrics import open_display
 from tests.models.kinds import Slim
 from tests.ranks import run_ranks
