@@ -78,7 +78,7 @@ def _begin(compiled: OptimizedModule) -> None:
     shard_now(module)
     take_over_all(module)  # before Dynamo looks for a graph: one of another model may fit its classes
     form = choose_form(compiled)
-    say(f"{type(module).__name__} is {form}")
+    say(f"{user_class(module).__name__} is {form}")
     if form.blocks:
         divide(compiled, form.blocks)
     elif is_of_torch(module):
