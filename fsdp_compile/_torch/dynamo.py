@@ -272,8 +272,10 @@ def before_first_call(compiled: OptimizedModule, prepare: Callable[[OptimizedMod
     vars(compiled)["_compiled_call_impl"] = called
 
 
-def compile_parts_instead(compiled: OptimizedModule, parts: Iterable[nn.Module]) -> None:
+def compile_parts_instead(compiled: OptimizedModule, parts: Sequence[nn.Module]) -> None:
     """Compiles parts of a module with the settings that it was compiled with, and leaves the module to Python."""
+    # Parts of one class whose code reads what differs, as their number, take a graph each.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * len(parts))
     for part in parts:
         kind: Any = type(part)
         part._compiled_call_impl = functools.partial(compiled.dynamo_ctx(_call_of(kind)), part)

@@ -17,7 +17,7 @@ from fsdp_compile.capture.forms import LIKE_UNITS, choose_form
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2.take_over import model_of
 from fsdp_compile.progress import LOGGER
-from tests.fsdp2.decoder import WIDTH, Decoder, batch, cross_entropy, pair_of, shard
+from tests.fsdp2.decoder import WIDTH, Block, Decoder, batch, cross_entropy, gathered_by_hooks, pair_of, shard
 from tests.ranks import run_ranks
 from tests.two_sides import compile_eagerly, compile_in_place, made
 
@@ -175,6 +175,34 @@ def test_a_deep_model_is_compiled_block_by_block() -> None:
     first, second = run_ranks(_by_default)
     assert first == [f"_Many is compiled {BLOCKS} are like one another"]
     assert second == []
+
+
+class _Numbered(Block):
+    number = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) / (1 + self.number)
+
+
+class _ManyNumbered(_Many):
+    block = _Numbered
+
+    def __init__(self) -> None:
+        super().__init__(20)
+        for number, block in enumerate(self.blocks):
+            block.number = number  # type: ignore[assignment]
+
+
+def _numbered() -> None:
+    pair = pair_of(_ManyNumbered)
+    with gathered_by_hooks() as titles:
+        pair.train(pair.compiled(fullgraph=False), steps=2)
+    assert set(titles) == {"(root)"}
+
+
+def test_blocks_whose_code_reads_their_number_are_all_compiled() -> None:
+    """Dynamo would leave those past its limit of graphs for one code to Python."""
+    run_ranks(_numbered)
 
 
 def _plain() -> None:
