@@ -298,7 +298,7 @@ def _begin(unit: Unit, module: nn.Module, args: Any, kwargs: Any, dtype: torch.d
     by_graphs = _watched.value and not unit.only_hooks and unit.gatherer is not Gatherer.HOOKS
     if (by_graphs or is_root) and not repeats:
         for each in unit.inner_units:
-            if by_graphs or each.compiled_regions:  # of a block that is compiled by itself, say
+            if by_graphs or each.is_in_part:
                 each.follow()
                 each.gather_given()
         if by_graphs and not unit.given_values():
