@@ -123,10 +123,10 @@ def inductor_passes(settings: Mapping[str, Any]) -> Callable[[nn.Module, Setup],
 
 
 def ours(model: nn.Module, setup: Setup) -> Any:
-    """`torch.compile(backend="fsdp")`."""
+    """`torch.compile(backend="fsdp")`, as a whole if no option says otherwise."""
     kept = setup.reshard_after_forward
     fsdp_compile.fully_shard(model, mesh=mesh_of(setup), mp_policy=setup.policy, reshard_after_forward=kept)
-    return torch.compile(model, backend="fsdp", options=dict(setup.options))
+    return torch.compile(model, backend="fsdp", options={"regions": "whole", **setup.options})
 
 
 class _Gather(nn.Module):
@@ -168,7 +168,7 @@ _SCHEDULING = {
 _CUDA_GRAPHS = {"inductor": {"triton.cudagraphs": True}}
 
 UNSHARDED = Contender("unsharded", "plain torch.compile: the compute alone", unsharded, Held.WHOLE)
-OURS = Contender("fsdp_compile", 'torch.compile(backend="fsdp")', ours, Held.TWO)
+OURS = Contender("fsdp_compile", 'torch.compile(backend="fsdp"), {"regions": "whole"}', ours, Held.TWO)
 OURS_BLOCKS = Contender(
     "fsdp_compile_blocks",
     'options={"regions": "blocks"}: one compile for like blocks',

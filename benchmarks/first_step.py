@@ -109,7 +109,7 @@ def run_rank(step: FirstStep) -> list[Taken]:
     quiet()
     task = models.llama(step.size)
     model = task.make()
-    compiled: Any = torch.compile(model, backend="fsdp")
+    compiled: Any = torch.compile(model, backend="fsdp", options={"regions": "whole"})
     optimizer = torch.optim.AdamW(model.parameters())
     dist.barrier()
     start_s, processor_s = time.perf_counter(), _processor_s()

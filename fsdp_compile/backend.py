@@ -20,6 +20,7 @@ from fsdp_compile._torch.dynamo import (
 )
 from fsdp_compile.capture import plain, unaveraged
 from fsdp_compile.capture.flat_inputs import flat_inputs
+from fsdp_compile.capture.forms import refuse_unused_regions
 from fsdp_compile.capture.functions import leave_functional_call, returned_reads, take_reads_out
 from fsdp_compile.capture.reject_writes import refuse_writes
 from fsdp_compile.capture.shard_embeddings import shard_lookups
@@ -33,11 +34,11 @@ from fsdp_compile.lower.compiled_regions import register_region
 from fsdp_compile.lower.compiled_step import entered
 from fsdp_compile.lower.eager import compile_eagerly
 from fsdp_compile.lower.inductor import FREE_AT_LAST_USE, compile_with_inductor
-from fsdp_compile.lower.progress import say
 from fsdp_compile.lower.region import Region, nothing_ahead
 from fsdp_compile.lower.shared_plan import Lines, Settings, inserted_in, refuse, settle
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.pipeline import graphs_ahead, keep, transform
+from fsdp_compile.progress import say
 
 
 def fsdp(
@@ -63,7 +64,7 @@ def fsdp(
     settings = _settings_of(checked, mode)
     unaveraged.refuse_plain(gm, example_inputs)
     plain.refuse_unused_sharding(example_inputs, checked)
-    plain.refuse_unused_regions(example_inputs, checked)
+    refuse_unused_regions(example_inputs, checked)
     leave_functional_call(gm)
     refuse_writes(gm, example_inputs)
     take_reads_out(gm)

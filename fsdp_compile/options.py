@@ -12,7 +12,7 @@ from typing import Any, Literal
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
 
-from fsdp_compile.config.choices import bad_option, check_prefetch
+from fsdp_compile.config.choices import LOWER, REGIONS, bad_option, check_prefetch
 from fsdp_compile.config.policy import AnyOffloadPolicy as OffloadedBy
 from fsdp_compile.config.policy import AnyPrecisionPolicy, WrapPolicy
 from fsdp_compile.config.prefetch import FSDPPrefetch, named_rules
@@ -35,8 +35,8 @@ SHARDING = (
 _BEFORE_COMPILING = ("param_init_fn", "device_id")
 """Arguments of `fully_shard` that are too late in a compile: tracing needs parameters on the device of the inputs."""
 _CHOICES: Mapping[str, tuple[str, ...]] = {
-    "lower": ("inductor", "eager"),
-    "regions": ("whole", "blocks"),
+    "lower": LOWER,
+    "regions": REGIONS,
     "reduce_layout": tuple(ReduceLayout),
     "activations": ("auto", "saved"),
     "embedding": ("gathered", "sharded"),
@@ -58,7 +58,10 @@ class FSDPOptions:
             reference for bitwise parity.
         regions: "whole" compiles a model as few graphs; "blocks" each of its units below the root by itself, so that
             like blocks share one compile, and leaves the root's own code to Python. Graphs of units gather ahead of one
-            another, in the order of the step before.
+            another, in the order of the step before. "auto" takes blocks for a model with 12 like ones or more (of one
+            class, with parameters of the same shapes), unless something was asked for that is of whole graphs
+            (`docs/blocks.md`); functions and `model.compile()` are whole. The logger `fsdp_compile.progress` says which
+            it took, and why.
         prefetch: "auto" plans by a model of `hardware` when each all-gather starts and when each reduction is waited
             for. A number fixes how many buckets ahead an all-gather starts, in forward and backward: 0 starts each
             where it is needed and waits for each reduction at once, which takes the least memory; each step more has
@@ -104,7 +107,7 @@ class FSDPOptions:
     """
 
     lower: Literal["inductor", "eager"] = "inductor"
-    regions: Literal["whole", "blocks"] = "whole"
+    regions: Literal["auto", "whole", "blocks"] = "auto"
     prefetch: int | str | FSDPPrefetch | BackwardPrefetch = "auto"
     memory_budget_gb: float | None = None
     activations: Literal["auto", "saved"] = "auto"

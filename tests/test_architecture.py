@@ -23,7 +23,7 @@ PACKAGE = Path(__file__).parents[1] / "fsdp_compile"
 FLOORS = [
     set(floor.split())
     for floor in """
-        errors _torch
+        errors progress _torch
         layout
         ops
         config comm formats
@@ -47,7 +47,7 @@ FLOORS = [
 GRAPHS = {"ir", "cost", "planner", "verify", "options", "partition", "passes", "artifacts", "pipeline"}
 TRAINING = {"fsdp2", "sharding", "state", "optim"}
 SHARED_BY_A_PROCESS = {
-    "capture/plain.py": {"_in_blocks"},  # compiles are the process's
+    "capture/forms.py": {"_divided"},  # compiles are the process's
     "capture/unaveraged.py": {"_checked", "sharded", "waiting"},  # compiles and optimizers are the process's
     "comm/dtensor_layouts.py": {"_by_key"},  # calls in graphs name layouts
     "comm/failures.py": {"_last"},  # a world is the process's

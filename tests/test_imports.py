@@ -256,6 +256,6 @@ if TYPE_CHECKING:  # what type checkers see of names that are loaded at their fi
 
 def test_the_first_compile_by_name_imports_the_backend() -> None:
     compiled = "import torch; model = torch.compile(torch.nn.Linear(2, 2), backend='fsdp')"
-    made = f"{compiled}; print(bool(model._forward_pre_hooks))"
+    made = f"{compiled}; print(bool(model._compiled_call_impl))"
     done = subprocess.run([sys.executable, "-c", made], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, "True"), done.stderr

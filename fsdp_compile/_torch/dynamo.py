@@ -7,7 +7,7 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -213,10 +213,11 @@ def compiler_of_calls() -> Callable[..., Any] | None:
 
 
 class GivenBackend(NamedTuple):
-    """The function that was given to `torch.compile`, or found by the given name, and its options."""
+    """The function that was given to `torch.compile`, or found by the given name, with its options and mode."""
 
     function: object
     options: Mapping[str, Any] | None
+    mode: str | None
 
 
 def given_backend(wrapped: Any) -> GivenBackend:
@@ -226,7 +227,8 @@ def given_backend(wrapped: Any) -> GivenBackend:
         wrapped = wrapped._torchdynamo_orig_backend
     if isinstance(splitter := getattr(wrapped, "__self__", None), DDPOptimizer):  # inside of a forward of DDP
         return given_backend(splitter.backend_compile_fn)
-    return GivenBackend(getattr(wrapped, "compiler_fn", wrapped), getattr(wrapped, "kwargs", {}).get("options"))
+    given = getattr(wrapped, "kwargs", {})
+    return GivenBackend(getattr(wrapped, "compiler_fn", wrapped), given.get("options"), given.get("mode"))
 
 
 def after_each_compile_of_a_module(
@@ -266,11 +268,14 @@ def before_first_call(compiled: OptimizedModule, prepare: Callable[[OptimizedMod
         del vars(compiled)["_compiled_call_impl"]
         return compiled._call_impl(*args, **kwargs)
 
+    skip_code(called.__code__)
     vars(compiled)["_compiled_call_impl"] = called
 
 
-def compile_parts_instead(compiled: OptimizedModule, parts: Iterable[nn.Module]) -> None:
+def compile_parts_instead(compiled: OptimizedModule, parts: Sequence[nn.Module]) -> None:
     """Compiles parts of a module with the settings that it was compiled with, and leaves the module to Python."""
+    # Parts of one class whose code reads what differs, as their number, take a graph each.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * len(parts))
     for part in parts:
         kind: Any = type(part)
         part._compiled_call_impl = functools.partial(compiled.dynamo_ctx(_call_of(kind)), part)

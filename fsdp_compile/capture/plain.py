@@ -1,18 +1,16 @@
 """The one line on a plain model: it is sharded when its compiled form is called first, before anything of it runs.
 
-    compiled = torch.compile(model, backend="fsdp")    a forward pre-hook of `compiled`
+    compiled = torch.compile(model, backend="fsdp")    before its first call reaches any hook of it
     torch.compile(function, backend="fsdp")            `function` may call such models; other plain ones are refused
     model.compile(backend="fsdp")                      refused when it trains: torch has no hook that would run first
 
-The hook makes no difference between what Dynamo compiles of a model and what it leaves to Python.
+What comes first makes no difference between what Dynamo compiles of a model and what it leaves to Python.
 """
 
 from __future__ import annotations
 
 import functools
 import types
-import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -30,10 +28,9 @@ from fsdp_compile._torch.dynamo import (
     after_each_compile_of_a_module,
     before_first_call,
     call_of,
-    compile_parts_instead,
     is_of_torch,
-    skip_code,
 )
+from fsdp_compile.capture.forms import choose_form, divide
 from fsdp_compile.capture.unaveraged import (
     WRAPPERS,
     ids_in,
@@ -56,11 +53,9 @@ from fsdp_compile.fsdp2.shards import local_of
 from fsdp_compile.fsdp2.take_over import model_of, sharded_root, take_over, take_over_all, watch_calls
 from fsdp_compile.fsdp2.updates import update_as
 from fsdp_compile.options import FSDPOptions
+from fsdp_compile.progress import say
 from fsdp_compile.sharding.fully_shard import fully_shard
 from fsdp_compile.sharding.params import refuse_params
-
-_in_blocks: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Compiled models whose blocks are compiled one by one."""
 
 
 def watch(backend: Callable[..., Any]) -> None:
@@ -68,11 +63,7 @@ def watch(backend: Callable[..., Any]) -> None:
 
     def wrapped(compiled: OptimizedModule, module: nn.Module, options: Mapping[str, Any] | None) -> None:
         waiting.setdefault(module, options)
-        compiled.register_forward_pre_hook(_shard_first, prepend=True)
-        if _regions_of(options) == "blocks":
-            before_first_call(compiled, _divide)
-        elif is_of_torch(module):
-            watch_calls(compiled)
+        before_first_call(compiled, _begin)
 
     after_each_compile_of_a_module(backend, wrapped)
     stale.follow_optimizers()
@@ -80,55 +71,18 @@ def watch(backend: Callable[..., Any]) -> None:
     register_optimizer_step_pre_hook(refuse_plain_rest_of_optimizer)
 
 
-def _shard_first(compiled: OptimizedModule, _args: Any) -> None:
-    """A forward pre-hook of a compiled module, until it is called."""
-    if not torch.compiler.is_compiling():  # else a part of other compiled code, before which it was sharded
-        _begin(compiled)
-
-
 @torch.compiler.disable
 def _begin(compiled: OptimizedModule) -> None:
-    shard_now(compiled._orig_mod)
-    take_over_all(compiled._orig_mod)  # before Dynamo looks for a graph: one of another model may fit its classes
-    hooks = compiled._forward_pre_hooks
-    for key in [key for key, hook in hooks.items() if hook is _shard_first]:
-        del hooks[key]
-
-
-skip_code(_shard_first.__code__)
-
-
-def _regions_of(options: Mapping[str, Any] | FSDPOptions | None) -> object:
-    return options.regions if isinstance(options, FSDPOptions) else (options or {}).get("regions")
-
-
-@torch.compiler.disable
-def _divide(compiled: OptimizedModule) -> None:
-    """Shards a model that is about to be called first, and compiles its blocks in its place."""
-    shard_now(compiled._orig_mod)
-    compile_parts_instead(compiled, _blocks(compiled._orig_mod))
-    _in_blocks.add(compiled._orig_mod)
-
-
-def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The outermost units below the root, but for those that share parameters: FSDP2 reduces their gradients once."""
-    found: list[nn.Module] = []
-    todo = [*model.children()]
-    while todo:
-        module = todo.pop(0)
-        if fsdp2.state_of(module) is None:
-            todo[:0] = module.children()
-        else:
-            found.append(module)
-    shared = Counter(id(parameter) for module in dict.fromkeys(found) for parameter in module.parameters())
-    alone = [module for module in dict.fromkeys(found) if all(shared[id(p)] == 1 for p in module.parameters())]
-    if not alone:
-        raise ConfigError(
-            "the model has no unit below its root that could be compiled by itself",
-            where=f"options={{'regions': 'blocks'}}, {type(model).__name__}",
-            instead="fully_shard() for each block before fully_shard(model), or 'regions': 'whole'",
-        )
-    return alone
+    """Shards a model that is about to be called first, and chooses the form in which it is compiled."""
+    module = compiled._orig_mod
+    shard_now(module)
+    take_over_all(module)  # before Dynamo looks for a graph: one of another model may fit its classes
+    form = choose_form(compiled)
+    say(f"{user_class(module).__name__} is {form}")
+    if form.blocks:
+        divide(compiled, form.blocks)
+    elif is_of_torch(module):
+        watch_calls(compiled)
 
 
 def shard_now(module: nn.Module) -> bool:
@@ -276,24 +230,6 @@ def refuse_unused_sharding(inputs: Sequence[object], options: FSDPOptions) -> No
                     instead=f"fully_shard(model, {name}=...) and no such option; or the same one in all compiles of a "
                     "plain model, of which the first call shards it",
                 )
-
-
-def refuse_unused_regions(inputs: Sequence[object], options: FSDPOptions) -> None:
-    """Refuses `regions="blocks"` where `torch.compile` was not given a model, which it would divide.
-
-    Raises:
-        ConfigError: For such a graph.
-    """
-    if options.regions == "blocks":
-        divided = {module for model in _in_blocks for module in model.modules()}
-        models = {group.unit.model for value in inputs if (group := ParamGroup.of(value)) is not None}
-        if any(model.root not in divided for model in models):
-            raise ConfigError(
-                "blocks are compiled one by one by torch.compile(model), and this is a function or an in-place compile",
-                where="options={'regions': 'blocks'}",
-                instead="torch.compile(model, backend='fsdp', options={'regions': 'blocks'}), or block.compile() for "
-                "each block without this option",
-            )
 
 
 def _same(one: object, other: object) -> bool:

@@ -16,6 +16,7 @@ from fsdp_compile.config.choices import (
     DTYPES,
     LINKS,
     LOWER,
+    REGIONS,
     SHORT_FORMS,
     check_name,
     check_prefetch,
@@ -61,6 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f'buckets gathered ahead, "auto" (default) for a planned schedule, or a rule of FSDP1: {_RULES}',
     )
     parser.add_argument("--lower", choices=LOWER, default="inductor", help="default: inductor")
+    parser.add_argument(
+        "--regions", choices=REGIONS, default="auto", help='"blocks" for a model that is compiled block by block'
+    )
     parser.add_argument("--device", metavar="NAME", help=f"one of {', '.join(DEVICES)} (default: {_DEVICE})")
     parser.add_argument(
         "--link",
@@ -115,7 +119,12 @@ def run(arguments: argparse.Namespace) -> int:
         model,
         *args,
         world_size=arguments.world_size,
-        options={"lower": arguments.lower, "prefetch": arguments.prefetch, "mp_policy": policy},
+        options={
+            "lower": arguments.lower,
+            "prefetch": arguments.prefetch,
+            "regions": arguments.regions,
+            "mp_policy": policy,
+        },
         hardware=there,
         **kwargs,
     )

@@ -16,6 +16,7 @@ DEVICES: Final = ("b200", "h200-sxm", "h100-sxm", "h100-nvl", "h100-pcie", "gh20
 LINKS: Final = ("ib-400", "ib-200", "nvlink5", "nvlink4", "nvlink3", "pcie-5", "ethernet-10", "ethernet-1")
 DTYPES: Final = ("bfloat16", "float16", "float32")
 LOWER: Final = ("inductor", "eager")
+REGIONS: Final = ("auto", "whole", "blocks")
 STAGES: Final = ("after-insert", "after-bucket", "final")
 
 FORWARD_PREFETCH: Final = "forward_prefetch"

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from fsdp_compile.capture.whole_model import refusal_of_several
 from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.cost.hardware import hardware as named_hardware
 from fsdp_compile.errors import ConfigError
@@ -44,7 +45,9 @@ def explain(
         model: A plain model, or a compiled one that has run, whose graphs are then reported as they ran.
         *args: What its forward is called with; only types, shapes and Python values matter.
         world_size: Ranks to plan for. May be left out if a process group is initialized.
-        options: As for `torch.compile(..., backend="fsdp", options=...)`.
+        options: As for `torch.compile(..., backend="fsdp", options=...)`. With `regions="blocks"` the model is planned
+            as one graph in which each unit is gathered while the one before it computes, and reduced while the next one
+            does, as the graphs of blocks are; else as a whole.
         hardware: What times are estimated for; by default that of `options`, or hosts of H100 with 400 Gb/s per device.
         dims: Dimensions of the inputs that stay open, so that `Plan.at` and `Plan.formulas` take other sizes of them:
             `{"batch": 0, "sequence": 1}` for every tensor argument with so many dimensions, or, where only some have
@@ -71,6 +74,8 @@ def explain(
             instead="one of the two",
         )
     estimated_for = hardware or checked.planned_for or named_hardware()
+    if checked.regions == "blocks":
+        checked = _as_blocks(checked)
     if sharded_root(plain) is not None:
         if args or kwargs or options is not None or dims:
             raise ConfigError(
@@ -91,6 +96,14 @@ def explain(
         if inputs.sizes:
             return traced.planned(ranks, inputs.sizes, estimated_for)
         return traced.plan([region.steps for region in regions], traced.units, ranks, {}, estimated_for)
+
+
+def _as_blocks(options: FSDPOptions) -> FSDPOptions:
+    """Options with which the one graph of a model gathers and reduces as the graphs of its blocks do."""
+    if options.memory_budget_gb is not None:
+        raise refusal_of_several("blocks are compiled one by one", options)
+    ahead = 1 if options.prefetch == "auto" else options.prefetch
+    return dataclasses.replace(options, prefetch=ahead, hardware=None, bucket_mb=0)
 
 
 def _as_it_ran(model: nn.Module, world_size: int | None, hardware: Hardware) -> Plan:

@@ -49,7 +49,8 @@ def _graph_breaks(graphs: Sequence[GraphPlan]) -> Iterator[Skipped]:
     if regions > 1:
         yield Skipped(
             "overlap across compiled regions",
-            f"graph breaks split the model into {regions}; set TORCH_LOGS=graph_breaks to see where",
+            f"the model is in {regions}: block by block (explain() plans it with regions='blocks'), or by graph breaks "
+            "(TORCH_LOGS=graph_breaks says where)",
         )
 
 

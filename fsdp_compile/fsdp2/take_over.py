@@ -290,15 +290,18 @@ def _begin(unit: Unit, module: nn.Module, args: Any, kwargs: Any, dtype: torch.d
         each.leave_hooks()
     # Checkpointing by module hooks repeats the forward as it was: by hooks only if hooks have run its backward so far.
     repeats = fsdp2.training_state(unit.state) is fsdp2.TrainingState.PRE_BACKWARD
-    if unit is unit.model.units[0]:
+    is_root = unit is unit.model.units[0]
+    if is_root:
         if unit.gatherer is not Gatherer.HOOKS:
             _follow_conversions(unit.model)
         unit.model.pipeline.begin_forward()
-    if _watched.value and not repeats and not unit.only_hooks and unit.gatherer is not Gatherer.HOOKS:
+    by_graphs = _watched.value and not unit.only_hooks and unit.gatherer is not Gatherer.HOOKS
+    if (by_graphs or is_root) and not repeats:
         for each in unit.inner_units:
-            each.follow()
-            each.gather_given()
-        if not unit.given_values():
+            if by_graphs or each.is_in_part:
+                each.follow()
+                each.gather_given()
+        if by_graphs and not unit.given_values():
             unit.defer(call_of(module))
             return cast((args, kwargs), dtype)
     if unit.gatherer is not Gatherer.HOOKS:

@@ -116,6 +116,7 @@ class Unit:
         only_hooks: What has been set on it that FSDP2's hooks can do alone: they gather it in all forwards. Or empty.
         pre_hook: FSDP2's.
         post_hook: FSDP2's.
+        is_in_part: Whether the last forward read it in a graph of a part of the model, whose root ran in Python.
         compiled_regions: Its compiled graphs, by the parameter groups that they read; `lower` fills it.
     """
 
@@ -129,6 +130,7 @@ class Unit:
         self.groups: list[ParamGroup] = []
         self.gatherer = Gatherer.GRAPH
         self.only_hooks = self._only_hooks()
+        self.is_in_part = False
         self.compiled_regions: dict[tuple[int, ...], Any] = {}
         self._call: FrameType | None = None
         self.prefetched: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
@@ -266,6 +268,7 @@ class Unit:
 
     def begin_hooks(self) -> None:
         """Makes FSDP2's hooks gather the unit from here on."""
+        self.is_in_part = False
         self._set_call(None)
         self.follow(by_hooks=True)
         for group in self.groups:
@@ -416,6 +419,7 @@ class Unit:
         """Before a graph that gathers the unit, or has taken what the user has gathered."""
         self.forget_gathered()
         self._is_followed = False
+        self.is_in_part = self.model.units[0].gatherer is Gatherer.HOOKS
 
     def forget_gathered(self) -> None:
         """Frees full parameters that the user has gathered for the forward that ran."""

@@ -17,7 +17,6 @@ from fsdp_compile.errors import BudgetTooSmallError, FSDPCompileError
 from fsdp_compile.ir.graph import Phase, Record, StepGraph
 from fsdp_compile.lower.compiled_step import Compiled, CompiledStep, read_again
 from fsdp_compile.lower.graph_ends import take_head, take_tail
-from fsdp_compile.lower.progress import say, stage
 from fsdp_compile.lower.shared_plan import Compared, Follow, Graphs, Lines, collectives_of, lines_of, read_in
 from fsdp_compile.lower.unused_outputs import Sources, gradient_sources
 from fsdp_compile.ops.effects import erase_markers
@@ -26,6 +25,7 @@ from fsdp_compile.partition.partition import partition
 from fsdp_compile.partition.recompute import blocks, with_fewest
 from fsdp_compile.passes.update_in_backward import claim_gradients, release_gradients
 from fsdp_compile.pipeline import without_collections
+from fsdp_compile.progress import say, stage
 
 Transform = Callable[..., StepGraph]
 """Runs the passes on a graph; a second argument, if any, are the collectives of the plan that it has to follow."""

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.lower.progress import LOGGER as COMPILES
+from fsdp_compile.progress import LOGGER as COMPILES
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 
-from fsdp_compile.lower.progress import LOGGER
+from fsdp_compile.progress import LOGGER
 from fsdp_compile.training.metrics import open_display
 from tests.models.kinds import Slim
 from tests.ranks import run_ranks
@@ -46,6 +46,7 @@ def _said_of_both_levels() -> tuple[list[str], list[str]]:
 def test_the_first_rank_says_each_stage_and_which_graph_of_how_many() -> None:
     (first, unasked), second = run_ranks(_said_of_both_levels)
     assert first == [
+        "Slim is compiled as a whole: it has fewer than 12 like units",
         "region 0: tracing forward and backward",
         "region 0: passes over the forward graph (1 of 2)",
         "region 0: passes over the forward graph (1 of 2) took",

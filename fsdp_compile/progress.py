@@ -1,5 +1,6 @@
-"""What the first rank says while a model compiles: each stage when it begins, and how long it has taken.
+"""What the first rank says while a model compiles: its form, and each stage when it begins, and how long it has taken.
 
+    Llama is compiled as a whole: it has fewer than 12 like units
     region 0: tracing forward and backward
     region 0: passes over the forward graph (1 of 2)
     region 0: passes over the forward graph (1 of 2) took 0.4 s
