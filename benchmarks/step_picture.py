@@ -114,7 +114,11 @@ def _timeline(title: str, plan: Plan, top: float, scale: float) -> Iterator[str]
 
 def _legend(top: float) -> Iterator[str]:
     x = _LEFT
-    words = {"all-gather": "layer 3: its shards are gathered", "compute": "it computes", "reduce-scatter": "its gradient is reduced"}
+    words = {
+        "all-gather": "layer 3: its shards are gathered",
+        "compute": "it computes",
+        "reduce-scatter": "its gradient is reduced",
+    }
     for kind, text in words.items():
         yield f'<rect x="{x}" y="{top}" width="14" height="14" fill="{_COLOURS[kind]}"/>'
         yield f'<text class="small" x="{x + 20}" y="{top + 11}">{text}</text>'

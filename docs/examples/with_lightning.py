@@ -52,6 +52,8 @@ if __name__ == "__main__":  # Lightning starts the other ranks with this file
     data = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True))
     task = Task()
     strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
-    trainer = Trainer(accelerator="auto", devices=2, strategy=strategy, max_epochs=2, gradient_clip_val=1.0, logger=False)
+    trainer = Trainer(
+        accelerator="auto", devices=2, strategy=strategy, max_epochs=2, gradient_clip_val=1.0, logger=False
+    )
     trainer.fit(task, torch.utils.data.DataLoader(data, batch_size=4))
     trainer.print(f"loss {task.losses[0]:.3f} -> {task.losses[-1]:.3f}")
