@@ -49,7 +49,8 @@ def _about(found: Mapping[str, Mapping[str, Any]]) -> str:
     dates = sorted(found[name]["environment"]["time"][:10] for name in ("step_time", "compile_time", "memory"))
     when = " to ".join(dict.fromkeys((dates[0], dates[-1])))
     return (
-        "Llamas on an emulated network of 8 ranks. One CPU core computes, which has no streams: there FSDP2 does not overlap.\n"
+        "Llamas on an emulated network of 8 ranks. One CPU core computes. CPUs have no streams: there FSDP2 does not "
+        "overlap.\n"
         "(`python -m benchmarks.step_time`, `compile_time`, `memory`; "
         f"{machine['processor']}, torch {machine['packages']['torch']}, {when}; [all results](docs/results.md).)\n"
     )
@@ -59,4 +60,4 @@ def replaced(text: str, found: Mapping[str, Mapping[str, Any]]) -> str:
     """README's text with the table of these results."""
     before, _, rest = text.partition(_BEGIN)
     _, _, after = rest.partition(_END)
-    return before + _BEGIN + "\n" + table(found) + _END + after
+    return before + _BEGIN + table(found) + _END + after

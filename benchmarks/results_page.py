@@ -1,4 +1,4 @@
-"""The results page: `docs/results.md` with its pictures and README's table, out of the files below `benchmarks/results/`.
+"""The results page: `docs/results.md` with its pictures, and README's table, out of `benchmarks/results/`.
 
 Each number on the page comes from a file, and beside it stand the command, the machine and the versions of the file.
 """

@@ -1,6 +1,7 @@
-"""README's picture: one unit in a step, by FSDP2's rules and by a plan. `python -m benchmarks.step_picture` writes `docs/step.svg`.
+"""README's picture, `docs/step.svg`: one unit in a step, by FSDP2's rules and by a plan.
 
-Both timelines are estimates of `explain` for the same model, ranks and link; nothing is run.
+`python -m benchmarks.step_picture` writes it. Both timelines are estimates of `explain` for one model, world and link:
+nothing is run.
 """
 
 from __future__ import annotations

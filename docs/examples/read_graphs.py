@@ -28,7 +28,7 @@ compiled = torch.compile(model, backend="fsdp", options=options)
 compiled(torch.randn(8, 64, device=device)).square().mean().backward()
 dist.barrier()
 
-# The first rank has written the graph before and after each pass: graph00-forward/0-captured.txt, 1-insert-collectives.txt, ...
+# The first rank has written the graph before and after each pass: graph00-forward/0-captured.txt and so on.
 if dist.get_rank() == 0:
     files = [file for file in Path("graphs/graph00-forward").iterdir() if file.name.count(".") == 1]
     last = max(files, key=lambda file: int(file.name.partition("-")[0]))

@@ -88,7 +88,7 @@ class UnitArguments:
             )
         if self.dp_mesh_dims is not None and (self.strategy is not None or self.mesh is None):
             raise ConfigError(
-                "dp_mesh_dims names dimensions of a mesh to shard and to replicate over, so it needs a mesh and no strategy",
+                "dp_mesh_dims names dimensions of a mesh to shard and replicate over: it needs a mesh and no strategy",
                 where="fully_shard(dp_mesh_dims=...)",
                 instead="a mesh with it, and no sharding_strategy",
             )

@@ -1,4 +1,4 @@
-"""`docs/examples` and the README's code run: on two ranks or four, as they are, or without Inductor, which is faster."""
+"""`docs/examples` and the README's code run: as they are, or without Inductor, which is faster."""
 
 from __future__ import annotations
 
@@ -118,7 +118,9 @@ def test_the_readmes_code_runs(tmp_path: Path) -> None:
     """The script, then the lines that save and load, which continue it; and with the lines that shard it by hand."""
     script, sharded, saved = CODE
     printed = _run(f"{script}\n{saved}", tmp_path, 2)
-    assert _falls("loss {} -> {}".format(*re.findall(r"loss ([\d.]+)", printed)[:: len(printed.splitlines()) - 1]))
+    losses = re.findall(r"step \d+: loss ([\d.]+)", printed)
+    assert len(losses) == 20
+    assert float(losses[-1]) < float(losses[0])
     assert (tmp_path / "model.pt").exists()
     line = re.search(r"compiled = .*\n", script)
     assert line is not None

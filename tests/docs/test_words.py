@@ -1,4 +1,4 @@
-"""Documentation uses the words of its field: short sentences, and none of the words that this project had of its own."""
+"""Documentation and errors use the words of their field; rewritten pages have short sentences."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ODD = re.compile(
-    r"\b(what|alone|beside|by itself|by themselves|travels?|is sent|are sent|(?:is|are|be) refused|refuses|alike|the same bits|"
-    r"nothing like it|(?:another|otherwise) than|is said|be it|which it was passed|of the most that|that of others|"
-    r"as it stands|asked for|headless|one process)\b",
+    r"\b(what|alone|beside|by itself|by themselves|travels?|(?:is|are) sent|(?:is|are|be) refused|refuses|alike|"
+    r"the same bits|nothing like it|(?:another|otherwise) than|is said|be it|which it was passed|of the most that|"
+    r"that of others|as it stands|asked for|one process)\b",
     flags=re.IGNORECASE,
 )
-"""Words and phrases with a usual one in their place: compared with, only, automatically, raises an error, bitwise equal."""
+"""Words with a usual one in their place: a noun, only, compared with, automatically, raises an error, bitwise equal."""
 LONGEST = 25
 """Words of a sentence."""
 REWRITTEN = ("README.md", "guide.md", "options.md", "contributing.md", "changelog.md", "examples/README.md")
