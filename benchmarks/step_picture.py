@@ -24,11 +24,10 @@ from fsdp_compile.explain.plan import Plan
 from fsdp_compile.ir.graph import Phase
 
 PICTURE: Final = Path(__file__).parents[1] / "docs" / "step.svg"
-LAYERS, RANKS, GB_PER_S = 6, 64, 25.0
+LAYERS, RANKS, GB_PER_S = 6, 64, 75.0
 SHOWN: Final = "model.layers.3"
 """The unit whose way through the step is coloured."""
 _WIDTH, _LEFT, _BAR, _GAP, _PANEL = 960, 96, 30, 8, 120
-_WORDS: Final = {"all-gather": "all-gather", "reduce-scatter": "reduce-scatter", "compute": "compute"}
 _COLOURS: Final = {"all-gather": "#2b7bba", "reduce-scatter": "#c2571a", "compute": "#3a923a"}
 _STYLE: Final = (
     "text{font:13px sans-serif;fill:#222}.small{font-size:11px}.on{fill:#fff;font-size:11px}"
@@ -83,7 +82,7 @@ def draw(found: Mapping[str, Plan]) -> str:
     """The picture as SVG."""
     longest = max(plan.step_us for plan in found.values())
     scale = (_WIDTH - _LEFT - 16) / longest
-    height = len(found) * _PANEL + 40
+    height = len(found) * _PANEL + 62
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img">',
         f"<title>One unit of {LAYERS} in a step</title><style>{_STYLE}</style>",
@@ -91,7 +90,11 @@ def draw(found: Mapping[str, Plan]) -> str:
     ]
     for number, (title, plan) in enumerate(found.items()):
         parts += _timeline(title, plan, 8 + number * _PANEL, scale)
-    parts += _legend(height - 24)
+    parts += _legend(height - 46)
+    assumed = (
+        f"Llama-3-8B with {LAYERS} layers, {RANKS} H100, {GB_PER_S:g} GB/s per rank: estimates of fsdp-compile explain."
+    )
+    parts.append(f'<text class="small" x="{_LEFT}" y="{height - 10}">{assumed}</text>')
     return "\n".join([*parts, "</svg>", ""])
 
 

@@ -56,6 +56,6 @@ def test_error_texts_have_usual_words() -> None:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Raise) and node.exc is not None:
                 texts = [one.value for one in ast.walk(node.exc) if isinstance(one, ast.Constant)]
-                text = " ".join(text for text in texts if isinstance(text, str))
+                text = " ".join(text for text in texts if isinstance(text, str) and " " in text)  # no keys
                 found += [f"{file.relative_to(ROOT)}:{node.lineno}: {word}" for word in ODD.findall(text)]
     assert found == []
