@@ -19,8 +19,9 @@ from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "docs" / "examples"
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-CODE = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+BLOCK = re.compile(r"```python\n(.*?)```", flags=re.DOTALL)
+CODE = BLOCK.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+GUIDE = BLOCK.findall((ROOT / "docs" / "guide.md").read_text(encoding="utf-8"))
 RANKS = {
     "own_model": 2,
     "hsdp_bf16": 4,
@@ -115,9 +116,9 @@ def test_a_run_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
 
 
 def test_the_readmes_code_runs(tmp_path: Path) -> None:
-    """The script, then the lines that save and load, which continue it; and with the lines that shard it by hand."""
+    """The script; the lines that save and load and those of the guide, which continue it; the lines that shard it."""
     script, sharded, saved = CODE
-    printed = _run(f"{script}\n{saved}", tmp_path, 2)
+    printed = _run("\n".join([script, saved, *GUIDE]), tmp_path, 2)
     losses = re.findall(r"step \d+: loss ([\d.]+)", printed)
     assert len(losses) == 20
     assert float(losses[-1]) < float(losses[0])
