@@ -18,7 +18,19 @@ ODD = re.compile(
 """Words with a usual one in their place: a noun, only, compared with, automatically, raises an error, bitwise equal."""
 LONGEST = 25
 """Words of a sentence."""
-REWRITTEN = ("README.md", "guide.md", "options.md", "contributing.md", "changelog.md", "examples/README.md")
+REWRITTEN = (
+    "README.md",
+    "changelog.md",
+    "contributing.md",
+    "examples/README.md",
+    "guide.md",
+    "initialization.md",
+    "limits.md",
+    "migrate.md",
+    "options.md",
+    "precision.md",
+    "reference.md",
+)
 """Pages that keep both rules; the others follow as they are rewritten."""
 PAGES = [ROOT / "README.md" if name == "README.md" else ROOT / "docs" / name for name in REWRITTEN]
 EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.py"))
