@@ -23,6 +23,7 @@ REWRITTEN = (
     "changelog.md",
     "contributing.md",
     "examples/README.md",
+    "frameworks.md",
     "guide.md",
     "initialization.md",
     "limits.md",
@@ -30,6 +31,7 @@ REWRITTEN = (
     "options.md",
     "precision.md",
     "reference.md",
+    "security.md",
 )
 """Pages that keep both rules; the others follow as they are rewritten."""
 PAGES = [ROOT / "README.md" if name == "README.md" else ROOT / "docs" / name for name in REWRITTEN]
