@@ -1,4 +1,4 @@
-"""The results page: `docs/results.md` with its pictures, out of the JSON files below `benchmarks/results/`.
+"""The results page: `docs/results.md` with its pictures, and README's table, out of `benchmarks/results/`.
 
 Each number on the page comes from a file, and beside it stand the command, the machine and the versions of the file.
 """
@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import readme_table
 from benchmarks.command import RESULTS, mib, ms, percent
 
 Row = Mapping[str, Any]
@@ -344,10 +345,12 @@ def draw(found: Mapping[str, Document]) -> list[Path]:
 
 
 def main() -> int:
-    """Writes the page."""
+    """Writes the page, and the table of README.md."""
     found = documents()
     PAGE.write_text(page(found), encoding="utf-8")
-    for path in (PAGE, *draw(found)):
+    readme = readme_table.README
+    readme.write_text(readme_table.replaced(readme.read_text(encoding="utf-8"), found), encoding="utf-8")
+    for path in (PAGE, readme, *draw(found)):
         print(f"wrote {path}")
     return 0
 

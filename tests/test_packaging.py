@@ -42,6 +42,7 @@ def test_only_the_extras_bring_optional_dependencies() -> None:
         "lint",
         "frameworks",
         "cuda-code",
+        "docs",
     }
 
 

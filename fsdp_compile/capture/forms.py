@@ -62,7 +62,7 @@ def choose_form(compiled: OptimizedModule) -> Form:
     blocks = () if options.regions == "whole" else _blocks(model)
     if options.regions == "blocks" and not blocks:
         raise ConfigError(
-            "the model has no unit below its root that could be compiled by itself",
+            "the model has no unit below its root that could be compiled separately",
             where=f"{said}, {type(model).__name__}",
             instead="fully_shard() for each block before fully_shard(model), or 'regions': 'whole'",
         )

@@ -131,8 +131,7 @@ def _refuse_missed_casts(module: nn.Module) -> None:
     policy = None if state is None else fsdp2.policy_of(state)
     if policy and ((policy.param_dtype and policy.cast_forward_inputs) or policy.output_dtype):
         raise ConfigError(
-            "mixed precision casts what this module is called with or returns, and its call had begun before it was "
-            "sharded",
+            "mixed precision casts inputs or outputs of this module, and its call had begun before it was sharded",
             where=f"{type(module).__name__}.forward(), options={{'mp_policy': ...}}",
             instead="call the compiled model itself, or fully_shard(model, mp_policy=...) before torch.compile",
         )
@@ -143,7 +142,7 @@ def _shard(module: nn.Module, options: FSDPOptions) -> bool:
         return False
     if (part := next((m for m in module.modules() if m in sharded), None)) is not None:
         raise ConfigError(
-            f"a part of the model, {user_class(part).__name__}, was sharded when it was called by itself",
+            f"a part of the model, {user_class(part).__name__}, was sharded when it was called directly",
             where=type(module).__name__,
             instead="compile the model before its parts are called, or call fully_shard(model) first",
         )

@@ -69,7 +69,7 @@ def refuse(module: nn.Module, named: Iterable[tuple[str, nn.Parameter]]) -> None
             raise _refuse_wrapper(part, path or type(part).__name__)
         if isinstance(part, torch.jit.ScriptModule) and any(True for _ in part.parameters(recurse=False)):
             raise UnsupportedModelError(
-                "TorchScript reads the parameters of its modules by itself, so they cannot be gathered for it",
+                "TorchScript reads the parameters of its modules directly, so they cannot be gathered for it",
                 where=path or "the outermost module",
                 instead="the module without torch.jit.script or torch.jit.trace: torch.compile takes their place",
             )
@@ -82,7 +82,7 @@ def refuse(module: nn.Module, named: Iterable[tuple[str, nn.Parameter]]) -> None
             )
         if parameter.grad is not None:
             raise ConfigError(
-                "a parameter has a gradient from before it was sharded, of this rank's data alone",
+                "a parameter has a gradient from before it was sharded, of only this rank's data",
                 where=name,
                 instead="step with it or drop it (model.zero_grad()) before the first compiled call",
             )

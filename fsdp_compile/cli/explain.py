@@ -141,9 +141,9 @@ def _check(arguments: argparse.Namespace, link: str | float) -> None:
         _check_picture(arguments.scaling)
     elif arguments.world_sizes is not None:
         raise ConfigError(
-            "no picture was asked for, and these are its numbers of ranks",
+            "--world-sizes are the numbers of ranks of a picture, and no picture is written",
             where="--world-sizes",
-            instead="--scaling FILE beside it, or --world-size N",
+            instead="add --scaling FILE, or use --world-size N",
         )
     for ranks in arguments.world_sizes or ():
         check_world_size(ranks, "--world-sizes")
@@ -175,7 +175,7 @@ def _check_file(arguments: argparse.Namespace) -> None:
         raise ConfigError(
             "the file says which device and links there are",
             where="--hardware with --device, --link or --ranks-per-host",
-            instead="--hardware alone, or the others",
+            instead="--hardware, or the others",
         )
     if not arguments.hardware.is_file():
         raise ConfigError(f"there is no file {arguments.hardware}", where="--hardware", instead="one that exists")

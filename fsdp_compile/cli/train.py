@@ -136,7 +136,7 @@ def _job(arguments: argparse.Namespace, placement: Placement) -> Job:
         restarted_by = launcher_folder() if restarts() else ""
         return replace(new_job(options, arguments.out, placement, device, restarted_by), timeout_s=arguments.timeout)
     if arguments.out is not None:
-        raise ConfigError("a resumed run stays in its folder", where="--out", instead="--resume FOLDER alone")
+        raise ConfigError("a resumed run stays in its folder", where="--out", instead="--resume FOLDER, without --out")
     folder = None if arguments.resume is _NEWEST else Path(arguments.resume)
     return replace(resumed_job(options, folder, placement, device), timeout_s=arguments.timeout)
 

@@ -131,7 +131,7 @@ class Rendezvous:
             raise RankFailedError(
                 f"the store through which ranks meet does not answer: {error}",
                 where=f"rank {self.ranks[self.rank]}, which waited for all ranks to {self.wanted}",
-                instead="see why the process ended that holds the store, rank 0 or the launcher: this is what followed",
+                instead="find out why the process that holds the store has ended (rank 0 or the launcher)",
             ) from error
 
     def _enter(self, at: str) -> None:

@@ -64,7 +64,7 @@ def explain(
         raise ConfigError(
             f"{type(model).__name__} is not a torch.nn.Module",
             where="explain(model)",
-            instead="the model, or what torch.compile(model) returned",
+            instead="the model, or the result of torch.compile(model)",
         )
     plain = getattr(model, "_orig_mod", model)
     if hardware is not None and checked.planned_for not in (None, hardware):
@@ -81,7 +81,7 @@ def explain(
             raise ConfigError(
                 "a sharded model is explained as it ran; inputs and options have no effect",
                 where=f"explain({type(plain).__name__}, ...)",
-                instead="explain(model) alone, or explain the plain model before it is sharded",
+                instead="explain(model) without arguments, or explain the plain model before it is sharded",
             )
         return _as_it_ran(plain, world_size, estimated_for)
     if checked.prefetch == "auto":

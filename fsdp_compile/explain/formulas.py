@@ -103,7 +103,7 @@ def formulas(plan: Plan, traced: Traced) -> Formulas:
     every = [c for graph in plan.graphs for c in graph.collectives]
     if plan.sizes and any(c.kind is Kind.EXCHANGE for c in every):
         raise ConfigError(
-            "how many rows of an embedding travel depends on the batch",
+            "the number of embedding rows to exchange depends on the batch",
             where="Plan.formulas()",
             instead='explain() without dims, or with embedding="gathered"',
         )

@@ -51,7 +51,7 @@ def stand_in(model: M) -> M:
     for name, parameter in model.named_parameters():
         if _is_extended(parameter):
             raise UnsupportedModelError(
-                f"a parameter of class {type(parameter).__qualname__} says by itself how it is gathered (an all-gather "
+                f"a parameter of class {type(parameter).__qualname__} defines how it is gathered (an all-gather "
                 "extension), and its methods may ask for values, which this copy of the model has not",
                 where=f"explain({type(model).__name__}), {name}",
                 instead="explain(compiled) after the first step of the compiled model",

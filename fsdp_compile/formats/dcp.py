@@ -170,7 +170,7 @@ def _build(unpickler: Any) -> None:
     if isinstance(instance, TensorProperties):
         instance.__setstate__(state)
     elif type(state) is not dict or any(not isinstance(name, str) or name.startswith("__") for name in state):
-        raise pickle.UnpicklingError(f"it gives a {type(instance).__name__} what is no field of it")
+        raise pickle.UnpicklingError(f"it sets names on a {type(instance).__name__} that are not its fields")
     else:
         vars(instance).update(state)
 

@@ -41,7 +41,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         raise ConfigError(
             f"{type(module).__name__} is not a torch.nn.Module",
             where="no_sync(model)",
-            instead="the model, or what torch.compile(model) returned; for a compiled function, the model it calls",
+            instead="the model, or the result of torch.compile(model); for a compiled function, the model it calls",
         )
     before = {id(group): fsdp2.reductions(group) for group in fsdp2.groups_below(module)}
     _plain_inside[module] = _plain_inside.get(module, 0) + 1

@@ -65,7 +65,9 @@ def _refuse(model: nn.Module, states: list[fsdp2.FSDPState], groups: list[fsdp2.
         raise ConfigError("the model has a communication hook already", where=where, instead="register one hook, once")
     if any(fsdp2.divide_factor(group) is not None for group in groups):
         raise ConfigError(
-            "a divide factor is set, and a communication hook divides by itself", where=where, instead="divide in it"
+            "a divide factor is set, and a communication hook has to divide on its own",
+            where=where,
+            instead="divide in it",
         )
 
 

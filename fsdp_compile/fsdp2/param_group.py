@@ -352,8 +352,7 @@ class ParamGroup:
             return False
         if self.is_converted:
             raise UnsupportedModelError(
-                "parameters were converted since the last call of a compiled function, whose graph is for what they "
-                "were",
+                "parameters were converted since the last call of a compiled function, whose graph is for the old ones",
                 where=f"unit {self.title}",
                 instead="torch.compile(model) in the place of a compiled function, or one uncompiled forward of the "
                 "model after the conversion",

@@ -142,7 +142,7 @@ def _shard_value(key: str, value: Any, parameter: Any, optimizer: Optimizer) -> 
     if isinstance(value, DTensor):
         if (value.device_mesh, value.placements) == (parameter.device_mesh, parameter.placements):
             return value
-        raise _refuse_state(f"{key!r}, which is split otherwise than its parameter", parameter)
+        raise _refuse_state(f"{key!r}, which is split differently from its parameter", parameter)
     if value.shape == parameter.shape:
         return shard_like(value.to(parameter.device), parameter)
     if value.numel() == 1 or hasattr(optimizer, SEES_WHOLE):

@@ -101,9 +101,9 @@ def _refuse_partitioner(settings: Mapping[str, Any]) -> None:
     """Raises `ConfigError` for a partitioner of the user's, which would be replaced by ours."""
     if settings.get("custom_partitioner_fn", inductor_config.custom_partitioner_fn) is not None:
         raise ConfigError(
-            "a partitioner was given, and this backend has its own, which knows what backward gathers again",
+            "a partitioner was given, but this backend needs its own, which gathers parameters again in backward",
             where="options={'inductor': {'custom_partitioner_fn': ...}}, or torch._inductor.config",
-            instead="leave it out; torch.utils.checkpoint.checkpoint() says what backward computes again",
+            instead="leave it out; use torch.utils.checkpoint.checkpoint() to recompute activations in backward",
         )
 
 

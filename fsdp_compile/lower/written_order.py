@@ -171,8 +171,8 @@ def compare(planned: Sequence[Call], code: str, phase: str) -> list[str]:
             f"the {phase} graph calls {', '.join(not_recorded(code))}, which no CUDA graph can record: "
             "Inductor has moved it away from its place, or divided the graph there while a collective is under way",
             where=f"CUDA graphs, by options={{'inductor': ...}} or mode=...\n{around if is_other else ''}".strip(),
-            instead="leave CUDA graphs out, or what brings the operator: step_in_backward(), 'embedding': 'sharded', "
-            "register_comm_hook(), offload_policy, 'poison', or an operator of the model's own",
+            instead="leave out CUDA graphs, or the feature that needs the operator: step_in_backward(), "
+            "'embedding': 'sharded', register_comm_hook(), offload_policy, 'poison', or an operator of the model's own",
         )
     if is_other:
         raise InvariantError(

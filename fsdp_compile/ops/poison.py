@@ -25,8 +25,8 @@ def check_message(message: torch.Tensor, what: str) -> None:
     found = int(message.isnan().sum())
     if found:
         raise PoisonError(
-            f"{what} has NaN in {found} of {message.numel()} elements: the values that were sent are NaN by "
-            "themselves, or memory was read after it was freed, or before it was written",
+            f"{what} has NaN in {found} of {message.numel()} elements: the values that were sent are NaN, or "
+            "memory was read after it was freed, or before it was written",
             where="options={'poison': True}",
             instead="leave it out if losses are NaN without it, too; otherwise it is a bug of this package",
         )

@@ -41,7 +41,7 @@ def require_elementwise(optimizer: optim.Optimizer, *, where: str) -> None:
     """Raises `ConfigError` for an optimizer that is not known to update each element by itself."""
     if type(optimizer) not in ELEMENTWISE:
         raise ConfigError(
-            f"{type(optimizer).__name__} is not known to update each element by itself",
+            f"{type(optimizer).__name__} is not known to update each element independently",
             where=where,
             instead=f"one of {', '.join(c.__name__ for c in ELEMENTWISE)}; or elementwise=True if you are sure",
         )

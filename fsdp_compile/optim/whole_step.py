@@ -52,7 +52,7 @@ def whole_step(optimizer: Chosen, *, per_parameter: bool = False) -> Chosen:
     """
     if not per_parameter and type(optimizer) not in PER_PARAMETER:
         raise ConfigError(
-            f"{type(optimizer).__name__} is not known to update each parameter by itself",
+            f"{type(optimizer).__name__} is not known to update each parameter independently",
             where="whole_step(optimizer)",
             instead=f"one of {', '.join(c.__name__ for c in PER_PARAMETER)}; or per_parameter=True if you are sure",
         )
@@ -110,7 +110,7 @@ def _same_values(optimizer: optim.Optimizer, group: dict[str, Any], before: Valu
             f"{type(optimizer).__name__} writes {key!r} into its group, and another value for each parameter: its "
             "update looks at several parameters together",
             where="whole_step(optimizer, per_parameter=True)",
-            instead="an optimizer whose update of a parameter depends on that parameter alone; or this one without "
+            instead="an optimizer whose update of a parameter depends only on that parameter; or this one without "
             "whole_step, where torch has its operators for DTensors",
         )
     return left

@@ -96,7 +96,7 @@ def check_parity(  # noqa: PLR0913  one call says everything about a comparison
         raise ConfigError(
             "prepare shards the model, and mp_policy, reshard_after_forward and replicas say how it is sharded, too",
             where="check_parity(prepare=...)",
-            instead="the arguments of the calls of fully_shard in prepare alone",
+            instead="these arguments in the calls of fully_shard inside prepare",
         )
     experiment = Experiment(
         make_model=make_model,

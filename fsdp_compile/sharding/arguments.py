@@ -75,20 +75,20 @@ class UnitArguments:
             raise ConfigError(
                 f"reshard_after_forward={reshard!r} is not supported",
                 where="fully_shard(reshard_after_forward=...)",
-                instead='True (gather again in backward), False (keep for backward), "auto" (keep what there is room '
-                "for), a divisor of the shard group or None",
+                instead='True (gather again in backward), False (keep for backward), "auto" (keep as many units '
+                "as fit), a divisor of the shard group or None",
             )
         is_auto = reshard == "auto"
         if self.strategy is not None and reshard is not None:
             raise ConfigError(
-                f"{self.strategy} says already what happens after forward, and reshard_after_forward={reshard!r} says "
-                "it again",
+                f"{self.strategy} already decides whether parameters are kept after forward, and so does "
+                f"reshard_after_forward={reshard!r}",
                 where="fully_shard(sharding_strategy=..., reshard_after_forward=...)",
                 instead="one of the two",
             )
         if self.dp_mesh_dims is not None and (self.strategy is not None or self.mesh is None):
             raise ConfigError(
-                "dp_mesh_dims names dimensions of a mesh, and says by them what is sharded and what is replicated",
+                "dp_mesh_dims names dimensions of a mesh to shard and replicate over: it needs a mesh and no strategy",
                 where="fully_shard(dp_mesh_dims=...)",
                 instead="a mesh with it, and no sharding_strategy",
             )

@@ -81,7 +81,7 @@ def policy_units(
             raise ConfigError(
                 f"the wrap policy failed: {error}",
                 where="auto_wrap_policy",
-                instead="return True, False, or a dict of what is different for that unit",
+                instead="return True, False, or a dict of arguments for that unit",
             ) from error
     else:
         chosen = {m: {} for m in _called_choice(root, policy, managed)[0]}

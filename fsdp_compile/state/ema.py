@@ -130,7 +130,7 @@ class EMA:
             raise ConfigError(
                 "the state dict does not fit the model: " + "; ".join(wrong),
                 where="EMA.load_state_dict()",
-                instead="what EMA(model).state_dict() or .full_state_dict() of the same model gave",
+                instead="a state dict of EMA(model).state_dict() or .full_state_dict() of the same model",
             )
         self.n_averaged = int(state_dict[_COUNT])
         for name, value in own.items():

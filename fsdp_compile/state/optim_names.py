@@ -143,7 +143,7 @@ def require_state(state_dict: Mapping[str, Any], where: str) -> None:
         raise ConfigError(
             f"the state dict has no {STATE!r}, but {sorted(map(str, state_dict)) or 'nothing'}",
             where=where,
-            instead="what optim_state_dict() or optimizer.state_dict() gave; where the first rank alone has it, "
+            instead="a state dict of optim_state_dict() or optimizer.state_dict(); if only the first rank has it, "
             "config=FullOptimStateDictConfig(rank0_only=True) on all ranks",
         )
 

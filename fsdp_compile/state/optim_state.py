@@ -335,7 +335,7 @@ def _read(state_dict: Mapping[str, Any] | None, target: Target, optim: Optimizer
         raise ConfigError(
             "the state dict does not fit the optimizer: " + "; ".join(wrong),
             where=target.where,
-            instead="what optim_state_dict() of the same model, on any number of ranks, gave; or full, plain tensors",
+            instead="optim_state_dict() of the same model, on any number of ranks, or full, plain tensors",
         )
     return {**given, STATE: state}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks import results_page
+from benchmarks import readme_table, results_page
 from benchmarks.results_page import PAGE, SECTIONS, documents
 
 
@@ -10,6 +10,12 @@ def test_the_page_is_the_one_of_the_committed_results() -> None:
     found = documents()
     assert "step_time" in found
     assert PAGE.read_text(encoding="utf-8") == results_page.page(found)
+
+
+def test_the_table_of_the_readme_is_the_one_of_the_committed_results() -> None:
+    text = readme_table.README.read_text(encoding="utf-8")
+    assert "peak memory of a step" in text
+    assert readme_table.replaced(text, documents()) == text
 
 
 def test_every_picture_of_the_page_is_there() -> None:

@@ -148,11 +148,11 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     ),
     "an object with a method": (
         _build(_global(DCP, "StorageMeta") + pickle.EMPTY_TUPLE + pickle.NEWOBJ, {"__reduce_ex__": "changed"}),
-        "it gives a StorageMeta what is no field of it",
+        "it sets names on a StorageMeta that are not its fields",
     ),
     "an object with another class": (
         _build(_global(DCP, "StorageMeta") + pickle.EMPTY_TUPLE + pickle.NEWOBJ, (None, {"__class__": "changed"})),
-        "it gives a StorageMeta what is no field of it",
+        "it sets names on a StorageMeta that are not its fields",
     ),
     "an attribute": (
         _global("builtins", "getattr") + pickle.dumps((Metadata, "__init__"), 2)[2:-1] + b"R.",

@@ -218,7 +218,7 @@ def test_state_is_saved_and_loaded() -> None:
 
 def test_what_is_not_known_to_update_parameters_one_by_one_is_refused() -> None:
     parameters = list(nn.Linear(2, 2).parameters())
-    with pytest.raises(ConfigError, match=r"not known to update each parameter by itself(.|\n)*Adafactor, Muon"):
+    with pytest.raises(ConfigError, match=r"not known to update each parameter independently(.|\n)*Adafactor, Muon"):
         whole_step(_Lamb(parameters))
     with pytest.raises(ConfigError, match="LBFGS is not known"):
         whole_step(optim.LBFGS(parameters))
@@ -252,7 +252,7 @@ def _check_counts_of_groups() -> None:
     _set_gradients(model, 0, skip="")
     several = whole_step(_Counting(_trained_by("", model), elements=True), per_parameter=True)
     with pytest.raises(
-        ConfigError, match=r"_Counting writes 'count' into its group(.|\n)*depends on that parameter alone"
+        ConfigError, match=r"_Counting writes 'count' into its group(.|\n)*depends only on that parameter"
     ):
         several.step()
 

@@ -132,7 +132,7 @@ def test_wrong_arguments_are_refused(fake_world: Callable[..., Any]) -> None:
         (first, {"sync_module_states": 1}, "sync_module_states is 1"),
         (first, {"reshard_after_forward": "no"}, "is not supported"),
         (first, {"reshard_after_forward": 3}, "does not divide"),
-        (first, {"sharding_strategy": ShardingStrategy.FULL_SHARD, "reshard_after_forward": True}, "says it again"),
+        (first, {"sharding_strategy": ShardingStrategy.FULL_SHARD, "reshard_after_forward": True}, "and so does"),
         (first, {"sharding_strategy": "FULL_SHARD"}, "sharding_strategy is 'FULL_SHARD'"),
         (first, {"device_id": "cuda:0", "mesh": "cpu"}, "not one of the mesh"),
         (first, {"ignored_params": [3]}, "it contains 3"),

@@ -1,0 +1,149 @@
+"""`docs/examples` and the README's code run: as they are, or without Inductor, which is faster."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import runpy
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from tests.ranks import run_ranks
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "docs" / "examples"
+BLOCK = re.compile(r"```python\n(.*?)```", flags=re.DOTALL)
+CODE = BLOCK.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+GUIDE = BLOCK.findall((ROOT / "docs" / "guide.md").read_text(encoding="utf-8"))
+RANKS = {
+    "own_model": 2,
+    "hsdp_bf16": 4,
+    "meta_safetensors": 2,
+    "read_graphs": 2,
+    "tensor_parallel": 4,
+    "muon": 2,
+    "resume": 4,
+}
+"""Scripts that ranks of the pool run, and on how many."""
+IN_PROCESSES_OF_THEIR_OWN = {
+    "parity": "",
+    "hf_trainer": "accelerate",
+    "with_accelerate": "accelerate",
+    "with_lightning": "lightning",
+    "lora": "peft",
+}
+"""The others, and the package that each needs."""
+LOSSES = re.compile(r"loss ([\d.]+) -> ([\d.]+)")
+
+
+def _on_a_rank(script: str, folder: str, port: int) -> str:
+    """What a rank of the pool prints that runs a script as torchrun would."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()  # the script makes its own
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
+    os.environ |= {"MASTER_ADDR": "localhost", **{name: str(value) for name, value in names.items()}}
+    printed = io.StringIO()
+    with contextlib.chdir(folder), contextlib.redirect_stdout(printed):
+        sys.argv[1:] = []
+        runpy.run_path(script, run_name="__main__")
+    return printed.getvalue()
+
+
+def _run(code: str, folder: Path, ranks: int) -> str:
+    """What the first rank prints."""
+    script = folder / "script.py"
+    script.write_text(code.replace('backend="fsdp")', 'backend="fsdp", options={"lower": "eager"})'), encoding="utf-8")
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    return run_ranks(_on_a_rank, str(script), str(folder), port, world_size=ranks)[0]
+
+
+def _torchrun(script: Path, folder: Path, ranks: int) -> str:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "localhost", "--nproc-per-node"]
+    launched = [*launcher, str(ranks)] if "torchrun" in script.read_text(encoding="utf-8") else []
+    done = subprocess.run(
+        [sys.executable, *launched, str(script)],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def _falls(printed: str) -> bool:
+    (before, after) = LOSSES.findall(printed)[-1]
+    return float(after) < float(before)
+
+
+def test_every_example_is_run_and_listed() -> None:
+    scripts = {path.stem for path in EXAMPLES.glob("*.py")}
+    assert scripts == RANKS.keys() | IN_PROCESSES_OF_THEIR_OWN.keys()
+    listed = re.findall(r"\(([a-z_0-9]+)\.py\)", (EXAMPLES / "README.md").read_text(encoding="utf-8"))
+    assert sorted(listed) == sorted(scripts)
+    assert all(len(path.read_text(encoding="utf-8").splitlines()) <= 67 for path in EXAMPLES.glob("*.py"))
+
+
+@pytest.mark.parametrize("name", ["own_model", "hsdp_bf16", "meta_safetensors", "tensor_parallel", "muon"])
+def test_an_example_trains(name: str, tmp_path: Path) -> None:
+    assert _falls(_run((EXAMPLES / f"{name}.py").read_text(encoding="utf-8"), tmp_path, RANKS[name]))
+
+
+def test_the_all_gather_of_layer_1_is_found(tmp_path: Path) -> None:
+    gather, wait = _run((EXAMPLES / "read_graphs.py").read_text(encoding="utf-8"), tmp_path, 2).splitlines()
+    assert "all_gather_into_tensor" in gather
+    assert "wait_tensor" in wait
+
+
+def test_a_run_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
+    code = (EXAMPLES / "resume.py").read_text(encoding="utf-8")
+    first, second = (_run(code, tmp_path, ranks) for ranks in (4, 2))
+    assert "4 ranks, step 5" in first
+    assert "2 ranks, step 10" in second
+    assert _falls(f"loss {LOSSES.findall(first)[0][0]} -> {LOSSES.findall(second)[0][0]}")
+    assert _falls(second)
+
+
+def test_the_readmes_code_runs(tmp_path: Path) -> None:
+    """The script; the lines that save and load and those of the guide, which continue it; the lines that shard it."""
+    script, sharded, saved = CODE
+    printed = _run("\n".join([script, saved, *GUIDE]), tmp_path, 2)
+    losses = re.findall(r"step \d+: loss ([\d.]+)", printed)
+    assert len(losses) == 20
+    assert float(losses[-1]) < float(losses[0])
+    assert (tmp_path / "model.pt").exists()
+    line = re.search(r"compiled = .*\n", script)
+    assert line is not None
+    assert "(2, 4)" in sharded
+    by_hand = script.replace(line[0], sharded.replace("(2, 4)", "(2, 1)"))
+    assert "step 19" in _run(by_hand, tmp_path, 2)
+    blocks = """compiled = torch.compile(model, backend="fsdp", options={"regions": "blocks", "lower": "eager"})\n"""
+    assert "step 19" in _run(script.replace(line[0], blocks), tmp_path, 2)
+
+
+@pytest.mark.inductor
+@pytest.mark.long
+def test_the_readmes_script_runs_as_pasted(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(CODE[0], encoding="utf-8")
+    assert "step 19" in _torchrun(tmp_path / "train.py", tmp_path, 2)
+
+
+@pytest.mark.inductor
+@pytest.mark.long
+@pytest.mark.parametrize("name", [*RANKS, *IN_PROCESSES_OF_THEIR_OWN])
+def test_an_example_runs_as_it_is(name: str, tmp_path: Path) -> None:
+    if package := IN_PROCESSES_OF_THEIR_OWN.get(name):
+        pytest.importorskip(package)
+    printed = _torchrun(EXAMPLES / f"{name}.py", tmp_path, RANKS.get(name, 2))
+    assert {"read_graphs": "role=gather", "parity": "equal"}.get(name, "loss") in printed

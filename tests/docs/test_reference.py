@@ -1,0 +1,28 @@
+"""`docs/options.md` has every field of `FSDPOptions` once, `docs/reference.md` every public name."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import fsdp_compile
+from fsdp_compile import FSDPOptions
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_the_page_has_every_option_with_its_default() -> None:
+    page = (DOCS / "options.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \|.*\| `([^`]*)` \|$", page, flags=re.MULTILINE)
+    options = FSDPOptions()
+    expected: list[tuple[str, Any]] = [
+        (field.name, getattr(options, field.name)) for field in dataclasses.fields(options)
+    ]
+    assert sorted(rows) == sorted((name, repr(value).replace("'", '"')) for name, value in expected)
+
+
+def test_the_reference_has_every_public_name() -> None:
+    page = (DOCS / "reference.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"^::: fsdp_compile\.(\w+)$", page, flags=re.MULTILINE)) == sorted(fsdp_compile.__all__)
