@@ -115,7 +115,8 @@ def _trains(policy: str, mesh: tuple[int, ...], units: str) -> None:
             pair.train(*calls, steps=1)
         taken = model_of(model)
         assert taken is not None
-        assert all(unit.compiled_regions and not unit.only_hooks for unit in taken.units)
+        units_that_read = [unit for unit in taken.units if unit.groups]
+        assert all(unit.compiled_regions and not unit.only_hooks for unit in units_that_read)
 
 
 @long.parametrize("units", UNITS, always=["each layer"])
