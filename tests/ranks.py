@@ -7,6 +7,10 @@
 
     assert run_ranks(sum_of_ranks, world_size=4) == [6.0] * 4
 
+    @on_ranks(world_size=4)
+    def test_every_rank_has_the_sum() -> None:
+        assert sum_of_ranks() == 6.0
+
 Starting a process that imports torch takes seconds and making a gloo group takes milliseconds, so processes
 are kept and every call gets a new default group: no subgroup or half-done collective of one test reaches the
 next.
@@ -16,6 +20,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import multiprocessing
 import os
 import pickle
@@ -28,10 +33,13 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
+
+import torch.distributed as dist
 
 from tests.rank_worker import Failure, Outcome, Success, Task, serve
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 MAX_WORLD_SIZE = 4
@@ -68,6 +76,27 @@ def run_ranks(
         raise ValueError(f"world_size is {world_size}: the pool runs 1 to {MAX_WORLD_SIZE} ranks")
     call = pickle.dumps((fn, args, kwargs))
     return _POOL.run(call, world_size, timeout_s)
+
+
+def on_ranks(*, world_size: int = 2, timeout_s: float = 300) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """Runs a test on every rank of a new group, with the arguments that pytest gives it: they have to be picklable.
+
+    Args:
+        world_size: As in `run_ranks`.
+        timeout_s: The same.
+    """
+
+    def decorate(test: Callable[P, None]) -> Callable[P, None]:
+        @functools.wraps(test)
+        def run(*args: P.args, **kwargs: P.kwargs) -> None:
+            if dist.is_initialized():  # called by a rank, which imports the test by its name
+                test(*args, **kwargs)
+            else:
+                run_ranks(functools.partial(run, *args, **kwargs), world_size=world_size, timeout_s=timeout_s)
+
+        return run
+
+    return decorate
 
 
 def close_pool() -> None:

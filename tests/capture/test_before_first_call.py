@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_compile import ConfigError, fully_shard
 from tests.fake_world import fake_world
 from tests.models.kinds import WIDTH, Stack
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 from tests.two_sides import Run, WithOneProcess, compile_eagerly
 
 Call = Callable[[torch.Tensor], Any]
@@ -49,7 +49,10 @@ def test_values_in_the_place_of_parameters_are_not_the_first_call() -> None:
         assert isinstance(model, FSDPModule)
 
 
-def _converted(first: str) -> None:
+@pytest.mark.long
+@pytest.mark.parametrize("first", ["called", "fully_shard"])
+@on_ranks()
+def test_every_wrapper_of_a_container_follows_conversions(first: str) -> None:
     """A container with two wrappers, of which the second is called first after a conversion."""
     layers = nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3)
     pair = WithOneProcess(lambda: nn.Sequential(*layers), Run.PLAIN, shape=WIDTH)
@@ -65,12 +68,6 @@ def _converted(first: str) -> None:
     for _ in range(2):
         pair.backward()
     pair.compare()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("first", ["called", "fully_shard"])
-def test_every_wrapper_of_a_container_follows_conversions(first: str) -> None:
-    run_ranks(_converted, first)
 
 
 @pytest.mark.parametrize("make", [Stack, lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH))], ids=["class", "Sequential"])

@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from tests import long
 from tests.capture.accumulation import check_accumulation
 from tests.fake_world import fake_world
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.two_sides import Run, WithOneProcess, close, compile_eagerly, loss_of
 
 WIDTH = 6
@@ -111,19 +111,18 @@ class _Regions(nn.Module):
 MODELS: list[Callable[[], nn.Module]] = [_Cond, _ReadTwice, _NestedCond, _Loop, _Scan, _Map]
 
 
-def _check(make: Callable[[], nn.Module], how: Run) -> None:
+@long.parametrize("how", [Run.PLAIN, Run.SHARDED], always=[Run.SHARDED], ids=lambda how: how.value)
+@long.parametrize("make", MODELS, always=[_NestedCond])
+@on_ranks()
+def test_functions_read_as_in_one_process(make: Callable[[], nn.Module], how: Run) -> None:
+    """Branches that are not taken give zeros, as plain `torch.compile` does, and not `None`."""
     pair = WithOneProcess(make, how, shape=WIDTH)
     pair.train()
 
 
-@long.parametrize("how", [Run.PLAIN, Run.SHARDED], always=[Run.SHARDED], ids=lambda how: how.value)
-@long.parametrize("make", MODELS, always=[_NestedCond])
-def test_functions_read_as_in_one_process(make: Callable[[], nn.Module], how: Run) -> None:
-    """Branches that are not taken give zeros, as plain `torch.compile` does, and not `None`."""
-    run_ranks(_check, make, how, world_size=2)
-
-
-def _check_branches_of_ranks() -> None:
+@on_ranks()
+def test_ranks_may_take_different_branches() -> None:
+    """Each gathers the parameters of both, so nothing hangs."""
     torch.manual_seed(0)
     model, rank = _Cond(), torch.distributed.get_rank()
     reference = _Cond()
@@ -136,11 +135,6 @@ def _check_branches_of_ranks() -> None:
         (loss_of(reference(batch)) * scale**2 / 2).backward()
     for (name, mine), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
         close(mine.grad.full_tensor(), theirs.grad, name)  # type: ignore[union-attr]
-
-
-def test_ranks_may_take_different_branches() -> None:
-    """Each gathers the parameters of both, so nothing hangs."""
-    run_ranks(_check_branches_of_ranks, world_size=2)
 
 
 @long.parametrize("make", [_Cond, _Scan], always=[_Scan])

@@ -15,7 +15,7 @@ from torch import nn
 from fsdp_compile import ConfigError, fully_shard
 from tests import long
 from tests.models.kinds import WIDTH, Stack
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.two_sides import Run, WithOneProcess, loss_of
 
 IN_PLACE = {"backend": "fsdp", "options": {"lower": "eager"}}
@@ -87,7 +87,16 @@ def test_it_trains_as_one_process(make: Callable[[], nn.Module], parts: Callable
     run_ranks(_train, make, Run.EAGER, parts)
 
 
-def _refused(make: Callable[[], nn.Module], parts: Callable[[nn.Module], list[nn.Module]]) -> str:
+@pytest.mark.core
+@long.parametrize(
+    ("make", "parts"),
+    [(Stack, _all_of_it), (Stack, _each_part), (_TwoHeads, _heads)],
+    always=[(Stack, _all_of_it)],
+)
+@on_ranks()
+def test_plain_ones_are_refused_before_anything_is_trained(
+    make: Callable[[], nn.Module], parts: Callable[[nn.Module], list[nn.Module]]
+) -> None:
     model = make()
     expected = copy.deepcopy(model)
     for part in parts(model):
@@ -101,23 +110,9 @@ def _refused(make: Callable[[], nn.Module], parts: Callable[[nn.Module], list[nn
     assert all(type(parameter) is nn.Parameter for parameter in model.parameters()), "something was sharded"
     fully_shard(model)
     loss_of(model(batch)).backward()
-    return str(caught.value)
-
-
-@pytest.mark.core
-@long.parametrize(
-    ("make", "parts"),
-    [(Stack, _all_of_it), (Stack, _each_part), (_TwoHeads, _heads)],
-    always=[(Stack, _all_of_it)],
-)
-def test_plain_ones_are_refused_before_anything_is_trained(
-    make: Callable[[], nn.Module], parts: Callable[[nn.Module], list[nn.Module]]
-) -> None:
-    for message in run_ranks(_refused, make, parts):
-        assert "compiled code trains a plain model" in message
-        assert (
-            "torch.compile(model, backend='fsdp') of the whole model, which shards it, or fully_shard(model)" in message
-        )
+    message = str(caught.value)
+    assert "compiled code trains a plain model" in message
+    assert "torch.compile(model, backend='fsdp') of the whole model, which shards it, or fully_shard(model)" in message
 
 
 def _nothing(_model: nn.Module) -> list[nn.Module]:

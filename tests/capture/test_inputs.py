@@ -13,7 +13,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common
 
 from tests import long
 from tests.capture.accumulation import check_accumulation
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.two_sides import Run, WithOneProcess, close, compile_eagerly
 
 WIDTH = 6
@@ -107,16 +107,13 @@ MODELS: list[Callable[[], nn.Module]] = [
 ]
 
 
-def _check(make: Callable[[], nn.Module], how: Run) -> None:
+@long.parametrize("how", [Run.PLAIN, Run.SHARDED], always=[Run.SHARDED], ids=lambda how: how.value)
+@long.parametrize("make", MODELS, always=[_InputFirst, _Cayley, _Derivative, _Experts])
+@on_ranks()
+def test_unusual_graphs_train_as_in_one_process(make: Callable[[], nn.Module], how: Run) -> None:
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         pair = WithOneProcess(make, how, shape=WIDTH)
         pair.train()
-
-
-@long.parametrize("how", [Run.PLAIN, Run.SHARDED], always=[Run.SHARDED], ids=lambda how: how.value)
-@long.parametrize("make", MODELS, always=[_InputFirst, _Cayley, _Derivative, _Experts])
-def test_unusual_graphs_train_as_in_one_process(make: Callable[[], nn.Module], how: Run) -> None:
-    run_ranks(_check, make, how, world_size=2)
 
 
 def _check_first_call_in(transform: Callable[..., Any]) -> None:

@@ -18,7 +18,7 @@ from fsdp_compile import ConfigError, full_params, fully_shard, units
 from tests import long
 from tests.fake_world import fake_world
 from tests.models.outlines import Small, Transformer
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.two_sides import Run, WithOneProcess, close, compile_eagerly
 
 
@@ -167,7 +167,8 @@ def test_the_first_call_splits_the_model_and_ends_there() -> None:
         _check_units()
 
 
-def _check_first_call_without_gradients() -> None:
+@on_ranks()
+def test_inference_first_then_training() -> None:
     torch.manual_seed(0)
     model = Small()
     reference = copy.deepcopy(model)
@@ -179,11 +180,9 @@ def _check_first_call_without_gradients() -> None:
     _train(compiled, model, reference)
 
 
-def test_inference_first_then_training() -> None:
-    run_ranks(_check_first_call_without_gradients)
-
-
-def _made_by_the_first_rank() -> None:
+@on_ranks()
+def test_values_of_the_first_rank_alone() -> None:
+    """The others have the model on meta; the optimizer is made before any has its part."""
     torch.manual_seed(0)
     reference = Small()
     torch.manual_seed(0)
@@ -193,12 +192,8 @@ def _made_by_the_first_rank() -> None:
     _train(torch.compile(model, backend="fsdp", options=options), model, reference)
 
 
-def test_values_of_the_first_rank_alone() -> None:
-    """The others have the model on meta; the optimizer is made before any has its part."""
-    run_ranks(_made_by_the_first_rank)
-
-
-def _made_by_no_rank() -> None:
+@on_ranks(timeout_s=60)
+def test_values_of_no_rank() -> None:
     with torch.device("meta"):
         model = Small()
     compiled: Any = torch.compile(model, backend="fsdp", options={"lower": "eager", "sync_module_states": True})
@@ -206,11 +201,9 @@ def _made_by_no_rank() -> None:
         compiled(torch.ones(2, 6))
 
 
-def test_values_of_no_rank() -> None:
-    run_ranks(_made_by_no_rank, timeout_s=60)
-
-
-def _check_inference_only() -> None:
+@pytest.mark.long
+@on_ranks()
+def test_inference_only() -> None:
     torch.manual_seed(0)
     model = Small().requires_grad_(requires_grad=False).eval()
     reference = copy.deepcopy(model)
@@ -221,11 +214,6 @@ def _check_inference_only() -> None:
     with torch.inference_mode():
         torch.testing.assert_close(compiled(x), reference(x))
     assert _is_sharded(model)
-
-
-@pytest.mark.long
-def test_inference_only() -> None:
-    run_ranks(_check_inference_only)
 
 
 def _train_where(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> nn.Module:

@@ -10,7 +10,7 @@ from torch import nn
 from fsdp_compile import fully_shard
 from tests import long
 from tests.fake_world import fake_world
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.two_sides import Run, WithOneProcess, compile_eagerly
 
 WIDTH = 6
@@ -92,15 +92,12 @@ def test_questions_are_answered_as_in_one_process(name: str, how: Run) -> None:
     run_ranks(_check_answers, [name], how)
 
 
-def _check_frozen_between() -> None:
+@on_ranks()
+def test_parameters_are_frozen_and_thawed_that_a_forward_iterates_over() -> None:
     pair = WithOneProcess(lambda: _Asks("how many"), Run.PLAIN, shape=WIDTH)
     for trainable in (True, False, True):
         pair.change(lambda model, trainable=trainable: model.a.requires_grad_(requires_grad=trainable))  # type: ignore[misc]
         pair.train(steps=1)
-
-
-def test_parameters_are_frozen_and_thawed_that_a_forward_iterates_over() -> None:
-    run_ranks(_check_frozen_between)
 
 
 class _Returns(nn.Module):

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 
 from tests import long
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 from tests.two_sides import Run, WithOneProcess
 
 
@@ -37,7 +37,9 @@ def _assign(model: nn.Module) -> None:
     model.forward = types.MethodType(_forward, model)
 
 
-def _check(how: Run) -> None:
+@long.parametrize("how", [Run.PLAIN, Run.SHARDED], always=[Run.SHARDED])
+@on_ranks()
+def test_reads_of_an_assigned_forward_gather(how: Run) -> None:
     at_once, later = WithOneProcess(_Headed, how), WithOneProcess(_Headed, how)
     at_once.change(_assign)
     for each in (at_once, later):
@@ -45,8 +47,3 @@ def _check(how: Run) -> None:
     later.change(_assign)
     for each in (at_once, later):
         each.train()
-
-
-@long.parametrize("how", [Run.PLAIN, Run.SHARDED], always=[Run.SHARDED])
-def test_reads_of_an_assigned_forward_gather(how: Run) -> None:
-    run_ranks(_check, how)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from tests import long
 from tests.models.outlines import Small
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 from tests.two_sides import Run, WithOneProcess, close, loss_of
 
 HOW: Final = long.parametrize("how", [Run.PLAIN, Run.SHARDED], always=[Run.SHARDED], ids=lambda how: how.value)
@@ -38,7 +38,9 @@ def _losses(pair: WithOneProcess) -> tuple[torch.Tensor, torch.Tensor]:
     return loss_of(pair.call(mine)), loss_of(pair.reference(batch))
 
 
-def _accumulated(how: Run) -> None:
+@HOW
+@on_ranks()
+def test_a_backward_accumulates_what_it_is_asked_for(how: Run) -> None:
     pair = WithOneProcess(_Branches, how)
     pair.backward()
     for _ in range(2):
@@ -51,11 +53,8 @@ def _accumulated(how: Run) -> None:
 
 
 @HOW
-def test_a_backward_accumulates_what_it_is_asked_for(how: Run) -> None:
-    run_ranks(_accumulated, how)
-
-
-def _returned(how: Run) -> None:
+@on_ranks()
+def test_gradients_are_returned_and_not_accumulated(how: Run) -> None:
     pair = WithOneProcess(_Branches, how)
     pair.call(torch.ones(2, 6))
     loss, expected = _losses(pair)
@@ -74,11 +73,8 @@ def _returned(how: Run) -> None:
 
 
 @HOW
-def test_gradients_are_returned_and_not_accumulated(how: Run) -> None:
-    run_ranks(_returned, how)
-
-
-def _with_inputs_of_the_model(how: Run) -> None:
+@on_ranks()
+def test_inputs_of_the_model_may_be_among_them(how: Run) -> None:
     pair = WithOneProcess(Small, how)
     pair.call(torch.ones(2, 6))
     found = []
@@ -91,18 +87,15 @@ def _with_inputs_of_the_model(how: Run) -> None:
     pair.compare()
 
 
-@HOW
-def test_inputs_of_the_model_may_be_among_them(how: Run) -> None:
-    run_ranks(_with_inputs_of_the_model, how)
-
-
 def _penalty(model: nn.Module) -> torch.Tensor:
     """Outside of the forward, as docs/limits.md says to write it."""
     penalty = torch.stack([p.square().sum() for p in model.parameters()]).sum()
     return penalty.full_tensor() if isinstance(penalty, DTensor) else penalty
 
 
-def _beside_a_penalty(how: Run) -> None:
+@HOW
+@on_ranks()
+def test_a_penalty_outside_of_the_forward_counts(how: Run) -> None:
     pair = WithOneProcess(_Branches, how)
     pair.call(torch.ones(2, 6))
     for with_loss in (True, False):
@@ -116,8 +109,3 @@ def _beside_a_penalty(how: Run) -> None:
             assert isinstance(mine, DTensor)
             close(mine.full_tensor(), theirs, "gradient")
         pair.compare()
-
-
-@HOW
-def test_a_penalty_outside_of_the_forward_counts(how: Run) -> None:
-    run_ranks(_beside_a_penalty, how)

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2.comm_hook import register_comm_hook
 from tests.fsdp2.mlp import pair_of, shard, sharded
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.two_sides import BITS, Within
 
 
@@ -28,7 +28,9 @@ def _average(state: _Count, gradient: torch.Tensor, output: torch.Tensor) -> Non
 LOW = Within((0.05, 0.02), (0.05, 0.02), (0.05, 0.02))
 
 
-def _compare(*, is_own: bool, micro_batches: int) -> None:
+@pytest.mark.parametrize(("is_own", "micro_batches"), [(True, 1), (True, 2), (False, 1), (False, 2)])
+@on_ranks()
+def test_compiled(*, is_own: bool, micro_batches: int) -> None:
     """A hook that averages, and torch's for bfloat16, which is as FSDP2's `reduce_dtype`."""
     policy = MixedPrecisionPolicy() if is_own else MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
     pair, count = pair_of(fullgraph=True, ours=shard, mp_policy=policy), _Count()
@@ -39,11 +41,6 @@ def _compare(*, is_own: bool, micro_batches: int) -> None:
     # FSDP2 adds microbatches up in bfloat16, a hook compresses their sum.
     pair.train(*[pair.call] * micro_batches, within=LOW if micro_batches > 1 and not is_own else BITS)
     assert count.calls == (6 if is_own else 0)  # units times steps
-
-
-@pytest.mark.parametrize(("is_own", "micro_batches"), [(True, 1), (True, 2), (False, 1), (False, 2)])
-def test_compiled(*, is_own: bool, micro_batches: int) -> None:
-    run_ranks(_compare, is_own=is_own, micro_batches=micro_batches)
 
 
 def _after_a_step() -> int:
@@ -61,7 +58,8 @@ def test_after_a_step() -> None:
     assert run_ranks(_after_a_step) == [3, 3]
 
 
-def _refused() -> None:
+@on_ranks()
+def test_refused() -> None:
     with pytest.raises(ConfigError, match="not sharded"):
         register_comm_hook(torch.nn.Linear(2, 2), _average)
     model = sharded()
@@ -73,7 +71,3 @@ def _refused() -> None:
     model(torch.ones(3, 16))
     with pytest.raises(ConfigError, match="part of a sharded model"):
         register_comm_hook(model.layers[0], _average)
-
-
-def test_refused() -> None:
-    run_ranks(_refused)

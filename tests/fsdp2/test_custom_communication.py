@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from tests.fsdp2.mlp import only_hooks, pair_of
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 
 class _Gather(DefaultAllGather):
@@ -72,15 +72,12 @@ def test_such_a_unit_goes_by_hooks(name: str) -> None:
     assert (count >= 2) == (name in ("gather", "scatter", "hook"))
 
 
-def _set_later() -> None:
+@on_ranks()
+def test_a_hook_is_set_after_compiled_steps() -> None:
     pair = pair_of()
     pair.train()
     pair.change(lambda model: model.layers[1].set_all_reduce_hook(functools.partial(_hook, calls=[])))
     pair.train()
-
-
-def test_a_hook_is_set_after_compiled_steps() -> None:
-    run_ranks(_set_later)
 
 
 def _in_one_graph() -> str:

@@ -18,7 +18,7 @@ from fsdp_compile.backend import fsdp
 from fsdp_compile.fsdp2.take_over import model_of
 from tests import long
 from tests.models.extended import Eight, Half, Layers, Pair, Wrapped
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 STEPS = 2
 
@@ -141,14 +141,11 @@ def _pairs(*, is_compiled: bool = False) -> list[torch.Tensor]:
     return found
 
 
-def _compare_pairs() -> None:
+@on_ranks()
+def test_unsharded_parameters_may_be_of_a_class() -> None:
     expected, found = _pairs(), _pairs(is_compiled=True)
     assert all(map(torch.equal, found, expected))
     assert len(found) == len(expected) == 2 * STEPS + 6
-
-
-def test_unsharded_parameters_may_be_of_a_class() -> None:
-    run_ranks(_compare_pairs)
 
 
 def _in_one_graph() -> str:

@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fsdp_compile import no_sync
 from tests.models.outlines import Small
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.two_sides import Run, WithOneProcess, close, loss_of
 
 KINDS = ("register_hook", "register_post_accumulate_grad_hook")
@@ -98,7 +98,8 @@ def test_a_hook_beside_a_penalty_outside_of_the_forward_is_called_once() -> None
         run_ranks(_beside_a_penalty, how)
 
 
-def _frozen_before_the_rest_is_reduced() -> None:
+@on_ranks()
+def test_a_hook_of_a_parameter_that_was_frozen_since() -> None:
     """What waits from before the freeze is reduced in the next backward, as one process has it."""
     for kind in KINDS:
         pair = WithOneProcess(Small, Run.SHARDED)
@@ -121,11 +122,8 @@ def _frozen_before_the_rest_is_reduced() -> None:
         assert counts[0] == counts[1] == ["called", "called"]
 
 
-def test_a_hook_of_a_parameter_that_was_frozen_since() -> None:
-    run_ranks(_frozen_before_the_rest_is_reduced)
-
-
-def _times_a_whole_mask() -> None:
+@on_ranks()
+def test_a_gradient_times_a_whole_mask() -> None:
     """As the error says for hooks that were registered before a plain model was sharded."""
     pair = WithOneProcess(Small, Run.SHARDED)
     mask = (torch.arange(7) % 2).unsqueeze(1)
@@ -137,16 +135,9 @@ def _times_a_whole_mask() -> None:
     pair.train(steps=1)
 
 
-def test_a_gradient_times_a_whole_mask() -> None:
-    run_ranks(_times_a_whole_mask)
-
-
-def _all() -> None:
+@on_ranks()
+def test_hooks_are_called_and_removed_as_in_one_process() -> None:
     for how in (Run.SHARDED, Run.PLAIN):
         _in_chosen_gradients(how)
     for kind in KINDS:
         _removed_by_itself(kind)
-
-
-def test_hooks_are_called_and_removed_as_in_one_process() -> None:
-    run_ranks(_all)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import fully_shard, step_in_backward
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 from tests.two_sides import compile_eagerly
 
 Change = Callable[[nn.Linear], object]
@@ -53,13 +53,10 @@ def _train(student: _Student, call: Any, plain: _Student) -> None:
         torch.testing.assert_close(mine.full_tensor(), theirs.data)
 
 
-def _compiled() -> None:
+@on_ranks()
+def test_both_are_trained() -> None:
     student, plain = _models()
     _train(student, compile_eagerly(student), plain)
     student, plain = _models()
     step_in_backward(_sgd(student))
     _train(student, compile_eagerly(student), plain)
-
-
-def test_both_are_trained() -> None:
-    run_ranks(_compiled)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile import flat_step, fully_shard
 from tests import long
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 
 class _Scaled(nn.Module):
@@ -61,7 +61,9 @@ def _assert_equal(model: nn.Module, reference: nn.Module) -> None:
         torch.testing.assert_close(mine.full_tensor() if isinstance(mine, DTensor) else mine, theirs, msg=name)
 
 
-def _check_full_dict(*, from_rank_0: bool) -> None:
+@long.parametrize("from_rank_0", [False, True], always=[True])
+@on_ranks()
+def test_a_full_dict_resumes_0_d_parameters(*, from_rank_0: bool) -> None:
     model, reference = _pair()
     optimizer, theirs = _adamw(model), _adamw(reference)
     for each, own in ((model, optimizer), (reference, theirs)):
@@ -78,11 +80,6 @@ def _check_full_dict(*, from_rank_0: bool) -> None:
     _assert_equal(model, reference)
     state: Any = resumed.state[model.get_parameter("scale")]
     assert not any(isinstance(value, DTensor) for value in state.values())
-
-
-@long.parametrize("from_rank_0", [False, True], always=[True])
-def test_a_full_dict_resumes_0_d_parameters(*, from_rank_0: bool) -> None:
-    run_ranks(_check_full_dict, from_rank_0=from_rank_0)
 
 
 _Make = Callable[[Any], optim.Optimizer]
@@ -113,7 +110,9 @@ def _step_with_closure(model: nn.Module, optimizer: optim.Optimizer) -> None:
     optimizer.step()
 
 
-def _check_right(name: str) -> None:
+@long.parametrize("name", RIGHT, always=["fused AdamW", "ASGD"])
+@on_ranks()
+def test_optimizers_equal_one_process(name: str) -> None:
     make, width = RIGHT[name]
     model, reference = fully_shard(_mlp(width)), _mlp(width)
     for each in (model, reference):
@@ -121,11 +120,6 @@ def _check_right(name: str) -> None:
         for _ in range(3):
             _step_with_closure(each, optimizer)
     _assert_equal(model, reference)
-
-
-@long.parametrize("name", RIGHT, always=["fused AdamW", "ASGD"])
-def test_optimizers_equal_one_process(name: str) -> None:
-    run_ranks(_check_right, name)
 
 
 def _orthogonalized(gradient: torch.Tensor) -> torch.Tensor:
@@ -140,7 +134,8 @@ def _orthogonalized(gradient: torch.Tensor) -> torch.Tensor:
     return x.T if tall else x
 
 
-def _check_muon() -> None:
+@on_ranks()
+def test_muon_orthogonalizes_whole_matrices() -> None:
     torch.manual_seed(0)
     gradient = torch.randn(32, 16)
     model = fully_shard(nn.Linear(16, 32, bias=False))
@@ -156,7 +151,3 @@ def _check_muon() -> None:
     error = (update - expected).norm() / expected.norm()
     assert error < 0.03, "it iterates in bfloat16"
     assert (wrong - expected).norm() / expected.norm() > 0.2, "each rank's rows by themselves would be seen"
-
-
-def test_muon_orthogonalizes_whole_matrices() -> None:
-    run_ranks(_check_muon)

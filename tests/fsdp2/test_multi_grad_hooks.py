@@ -7,11 +7,13 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from tests import long
 from tests.models.outlines import Small
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 from tests.two_sides import Run, WithOneProcess
 
 
-def _waits_for_any(how: Run) -> None:
+@long.parametrize("how", [Run.PLAIN, Run.SHARDED], always=[Run.SHARDED], ids=lambda how: how.value)
+@on_ranks()
+def test_a_hook_for_the_first_gradient_is_called_once_in_each_backward(how: Run) -> None:
     pair = WithOneProcess(Small, how)
     pair.backward()
     called: dict[int, int] = {}
@@ -25,8 +27,3 @@ def _waits_for_any(how: Run) -> None:
     for _ in range(2):
         pair.backward()
     assert called == dict.fromkeys(map(id, pair), 2)
-
-
-@long.parametrize("how", [Run.PLAIN, Run.SHARDED], always=[Run.SHARDED], ids=lambda how: how.value)
-def test_a_hook_for_the_first_gradient_is_called_once_in_each_backward(how: Run) -> None:
-    run_ranks(_waits_for_any, how)

@@ -14,7 +14,7 @@ from fsdp_compile.backend import fsdp
 from fsdp_compile.fsdp2.take_over import model_of
 from fsdp_compile.layout.spec import Reshard
 from tests.fsdp2.mlp import pair_of, sharded
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.two_sides import compile_eagerly
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -47,7 +47,8 @@ def test_same_numbers(name: str) -> None:
     run_ranks(_trained, {name: True})
 
 
-def _low_bit() -> tuple[float, set[str]]:
+@on_ranks()
+def test_low_bit_gathers() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 4))
     expected = model(torch.ones(2, 128)).detach()
@@ -59,13 +60,9 @@ def _low_bit() -> tuple[float, set[str]]:
 
     assert torch.allclose(model(torch.ones(2, 128)), expected, atol=1e-5)  # uncompiled: FSDP2's
     found = torch.compile(run, backend=fsdp, options={"lower": "eager"}, fullgraph=True)(torch.ones(2, 128))
-    return float((found - expected).abs().max().detach()), {spec.gather_format for spec in _specs(model)}
-
-
-def test_low_bit_gathers() -> None:
-    for error, formats in run_ranks(_low_bit):
-        assert 1e-5 < error < 1e-2
-        assert formats == {"int8", ""}
+    error, formats = float((found - expected).abs().max().detach()), {spec.gather_format for spec in _specs(model)}
+    assert 1e-5 < error < 1e-2
+    assert formats == {"int8", ""}
 
 
 def _low_precision() -> list[str]:

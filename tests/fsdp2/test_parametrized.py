@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 from fsdp_compile import UnsupportedModelError, fully_shard
 from tests import long
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 from tests.two_sides import Run, WithOneProcess, compile_eagerly
 
 
@@ -49,15 +49,12 @@ def _parametrized(layer: type[nn.Linear]) -> nn.Module:
     return model
 
 
-def _train(layer: type[nn.Linear], how: Run) -> None:
-    pair = WithOneProcess(lambda: _parametrized(layer), how)
-    pair.train(steps=3)
-
-
 @pytest.mark.parametrize("how", [Run.PLAIN, Run.SHARDED])
 @long.parametrize("layer", [nn.Linear, _Abstract, _OfAMetaclass], always=[_OfAMetaclass])
+@on_ranks()
 def test_it_trains_whatever_the_metaclass(layer: type[nn.Linear], how: Run) -> None:
-    run_ranks(_train, layer, how)
+    pair = WithOneProcess(lambda: _parametrized(layer), how)
+    pair.train(steps=3)
 
 
 class _Doubled(nn.Module):
@@ -65,7 +62,9 @@ class _Doubled(nn.Module):
         return 2 * weight
 
 
-def _parametrized_after_sharding(how: str) -> None:
+@pytest.mark.parametrize("how", ["compiled", "function", "uncompiled", "before the first call"])
+@on_ranks(timeout_s=60)
+def test_a_parametrization_of_a_sharded_parameter_is_refused_by_name(how: str) -> None:
     model = fully_shard(_Model())
     compiled: Any = compile_eagerly((lambda x: model(x)) if how == "function" else model)  # noqa: PLW0108
     x = torch.ones(2, 6)
@@ -76,8 +75,3 @@ def _parametrized_after_sharding(how: str) -> None:
     for _ in range(2):
         with pytest.raises(UnsupportedModelError, match=r"parametrized\n  where: (layer|Param.*)\.weight"):
             call(x)
-
-
-@pytest.mark.parametrize("how", ["compiled", "function", "uncompiled", "before the first call"])
-def test_a_parametrization_of_a_sharded_parameter_is_refused_by_name(how: str) -> None:
-    run_ranks(_parametrized_after_sharding, how, timeout_s=60)

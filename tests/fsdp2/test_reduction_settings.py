@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from fsdp_compile.fsdp2.take_over import model_of
 from tests import long
 from tests.fsdp2.mlp import batch, only_hooks, pair_of
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,14 +88,11 @@ def test_numbers_are_those_of_fsdp2(name: str) -> None:
     assert run_ranks(_trained, name, world_size=ranks) == [case.is_kept] * ranks
 
 
-def _unsharded_in_backward() -> None:
+@on_ranks()
+def test_no_gather_in_backward() -> None:
     pair = pair_of(fullgraph=True)
     pair.change(lambda model: model.layers[0].set_unshard_in_backward(False))  # its input needs no gradient
     pair.train()
-
-
-def test_no_gather_in_backward() -> None:
-    run_ranks(_unsharded_in_backward)
 
 
 def _after_an_event() -> list[str]:

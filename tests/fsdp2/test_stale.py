@@ -15,7 +15,7 @@ from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2.stale import StaleParameter
 from fsdp_compile.optim.whole_step import whole_step
 from tests.fsdp2.one_line import Model, pair_of
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.two_sides import Make, WithOneProcess, adamw, loss_of, sgd
 from tests.two_sides import compile_eagerly as one_line
 
@@ -72,7 +72,8 @@ def test_an_optimizer_with_state_follows(kind: str) -> None:
     run_ranks(_follows, kind, 2)
 
 
-def _whole() -> None:
+@on_ranks()
+def test_an_optimizer_that_sees_whole_parameters_keeps_state_of_other_shapes() -> None:
     """Adafactor has rows and columns of each matrix, which `whole_step` keeps on every rank."""
     pair = pair_of(optimizer=lambda p: whole_step(torch.optim.Adafactor(p, lr=1e-2)))
     _plain_steps(pair, 2)
@@ -80,11 +81,8 @@ def _whole() -> None:
     pair.train()
 
 
-def test_an_optimizer_that_sees_whole_parameters_keeps_state_of_other_shapes() -> None:
-    run_ranks(_whole)
-
-
-def _lists() -> None:
+@on_ranks()
+def test_lists_from_before() -> None:
     pair = pair_of()
     held = list(pair.model.parameters())
     head: Any = pair.model.get_parameter("head.weight")
@@ -135,11 +133,9 @@ def _lists() -> None:
         head.data = torch.zeros(3, 6)
 
 
-def test_lists_from_before() -> None:
-    run_ranks(_lists)
-
-
-def _states(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["adamw", "adagrad"])
+@on_ranks()
+def test_state_that_is_loaded_between_sharding_and_the_first_step(kind: str) -> None:
     """Saves and loads an optimizer's state between sharding and the first step."""
     first = pair_of(optimizer=OPTIMIZERS[kind])
     first.call = one_line(first.model)
@@ -169,12 +165,8 @@ def _states(kind: str) -> None:
     resumed(lambda pair: pair.optimizers[0][0].load_state_dict(own))
 
 
-@pytest.mark.parametrize("kind", ["adamw", "adagrad"])
-def test_state_that_is_loaded_between_sharding_and_the_first_step(kind: str) -> None:
-    run_ranks(_states, kind)
-
-
-def _scaler() -> None:
+@on_ranks()
+def test_a_grad_scaler() -> None:
     pair = pair_of(optimizer=OPTIMIZERS["sgd-momentum"])
     pair.call = one_line(pair.model)
     scalers = [torch.amp.GradScaler("cpu", init_scale=8.0) for _ in range(2)]
@@ -188,11 +180,8 @@ def _scaler() -> None:
         pair.compare()
 
 
-def test_a_grad_scaler() -> None:
-    run_ranks(_scaler)
-
-
-def _cannot_follow() -> None:
+@on_ranks()
+def test_state_that_cannot_be_sharded_is_refused_by_name() -> None:
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.state[model.head.weight]["rows"] = torch.zeros(2)
@@ -200,11 +189,8 @@ def _cannot_follow() -> None:
         one_line(model)(torch.randn(2, 6))
 
 
-def test_state_that_cannot_be_sharded_is_refused_by_name() -> None:
-    run_ranks(_cannot_follow)
-
-
-def _pending_backward() -> None:
+@on_ranks()
+def test_a_graph_from_before_keeps_its_values() -> None:
     """A graph from before the model was sharded still has the values that it read."""
     pair = pair_of()
     x = torch.randn(4, 6, requires_grad=True)
@@ -213,7 +199,3 @@ def _pending_backward() -> None:
     with torch.no_grad():
         one_line(pair.model)(x)
     torch.testing.assert_close(torch.autograd.grad(loss, x), torch.autograd.grad(expected, y))
-
-
-def test_a_graph_from_before_keeps_its_values() -> None:
-    run_ranks(_pending_backward)

@@ -11,11 +11,12 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile.fsdp2.stale import StaleParameter
 from tests.models.outlines import Small
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 from tests.two_sides import Run, WithOneProcess, compile_eagerly, sgd
 
 
-def _check_groups_and_schedule() -> None:
+@on_ranks()
+def test_groups_several_optimizers_and_a_schedule() -> None:
     pair = WithOneProcess(Small, Run.PLAIN)
 
     def make(parameters: Any) -> torch.optim.Optimizer:
@@ -43,10 +44,6 @@ def _check_groups_and_schedule() -> None:
     assert [g["weight_decay"] for g in mine.param_groups] == [g["weight_decay"] for g in theirs.param_groups]
     assert mine.param_groups[1]["mine"] == "kept"
     assert all(isinstance(p, DTensor) for p in mine.param_groups[0]["params"])
-
-
-def test_groups_several_optimizers_and_a_schedule() -> None:
-    run_ranks(_check_groups_and_schedule)
 
 
 Change = Callable[[list[nn.Parameter]], object]
@@ -94,10 +91,7 @@ def _check_changed(change: Change) -> None:
     assert all(isinstance(p, StaleParameter) == bool(p.dim()) for p in old), "FSDP2 cannot split numbers: they stay"
 
 
-def _check_all_changes() -> None:
+@on_ranks()
+def test_changes_through_an_old_list_of_parameters_are_those_of_the_sharded_ones() -> None:
     for change in (_clip, _freeze, _mark):
         _check_changed(change)
-
-
-def test_changes_through_an_old_list_of_parameters_are_those_of_the_sharded_ones() -> None:
-    run_ranks(_check_all_changes)

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_compile import fully_shard
 from fsdp_compile.fsdp2.shards import local_of
 from tests.models.outlines import Odd, Transformer
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.two_sides import Run, WithOneProcess, adamw, compile_eagerly
 
 
@@ -78,7 +78,8 @@ def test_a_state_dict_can_be_saved_copied_and_loaded() -> None:
         run_ranks(_check_saving, how, world_size=4)
 
 
-def _check_full_state_dict() -> None:
+@on_ranks()
+def test_full_state_dicts_through_torchs_own_functions() -> None:
     model, reference = _pair()
     options = StateDictOptions(full_state_dict=True)
     _assert_equal(get_model_state_dict(model, options=options), reference)
@@ -87,10 +88,6 @@ def _check_full_state_dict() -> None:
     _assert_equal(model.state_dict(), other)
     x = torch.randn(3, 10)
     torch.testing.assert_close(model(x), other(x))
-
-
-def test_full_state_dicts_through_torchs_own_functions() -> None:
-    run_ranks(_check_full_state_dict)
 
 
 def _check_patched(folder: str) -> None:
@@ -154,7 +151,8 @@ class _WithBuffer(Transformer):
         assert state == "extra"
 
 
-def _check_other_entries() -> None:
+@on_ranks()
+def test_buffers_and_extra_state() -> None:
     model = fully_shard(_WithBuffer())
     state = model.state_dict()
     assert list(state) == list(_WithBuffer().state_dict())
@@ -167,11 +165,8 @@ def _check_other_entries() -> None:
     assert {v.device.type for v in empty.state_dict().values() if isinstance(v, torch.Tensor)} == {"meta"}
 
 
-def test_buffers_and_extra_state() -> None:
-    run_ranks(_check_other_entries)
-
-
-def _check_optimizer_state() -> None:
+@on_ranks()
+def test_the_state_of_an_optimizer_can_be_saved() -> None:
     pair = WithOneProcess(Transformer, Run.EAGER, optimizer=adamw)
     model, optimizer = pair.model, pair.optimizers[0][0]
     tokens = torch.arange(8).reshape(2, 4)
@@ -188,10 +183,6 @@ def _check_optimizer_state() -> None:
     assert dist.get_world_size() == 2
 
 
-def test_the_state_of_an_optimizer_can_be_saved() -> None:
-    run_ranks(_check_optimizer_state)
-
-
 class _ByName(nn.Module):
     """Reads a parameter of a child by its name."""
 
@@ -205,15 +196,12 @@ class _ByName(nn.Module):
         return self.head(self.first(x) @ self.get_parameter("block.0.weight"))
 
 
-def _traced_with_gradients() -> None:
+@pytest.mark.long
+@on_ranks()
+def test_get_parameter_in_a_forward_that_is_traced_when_there_are_gradients() -> None:
     both = WithOneProcess(_ByName, Run.SHARDED)
     both.backward()
     both.change(lambda model: model.zero_grad(set_to_none=False))
     both.change(lambda model: model.get_submodule("first").requires_grad_(requires_grad=False))
     both.backward()  # traces again: parameters have gradients
     both.compare()
-
-
-@pytest.mark.long
-def test_get_parameter_in_a_forward_that_is_traced_when_there_are_gradients() -> None:
-    run_ranks(_traced_with_gradients)

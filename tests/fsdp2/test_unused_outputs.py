@@ -11,7 +11,7 @@ from torch import nn, optim
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_compile.optim.step_in_backward import step_in_backward
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 from tests.two_sides import Loss, WithFsdp2, Within, compare_gradients, made
 
 
@@ -59,19 +59,17 @@ def _input(rows: int = 4, rank: int | None = None) -> torch.Tensor:
     return torch.randn(rows, 6, generator=generator)
 
 
-def _one_unused(lower: str, units: int) -> None:
+@pytest.mark.parametrize("units", [1, 3])
+@pytest.mark.parametrize("lower", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
+@on_ranks()
+def test_a_head_whose_output_is_unused_has_none(lower: str, units: int) -> None:
     pair = _pair(units, lower=lower)
     for used in (slice(0, 2), slice(0, 1), slice(0, 1), slice(1, 2), slice(0, 2)):
         pair.train(steps=1, loss=_of(used))
 
 
-@pytest.mark.parametrize("units", [1, 3])
-@pytest.mark.parametrize("lower", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
-def test_a_head_whose_output_is_unused_has_none(lower: str, units: int) -> None:
-    run_ranks(_one_unused, lower, units)
-
-
-def _used_by_one_rank() -> None:
+@on_ranks()
+def test_ranks_whose_losses_use_other_outputs_agree() -> None:
     """FSDP2 itself waits for ever, or adds gradients of other parameters."""
     pair = _pair(3)
     plain = made(Heads)
@@ -84,22 +82,19 @@ def _used_by_one_rank() -> None:
         compare_gradients(pair.model, plain, ROUNDED.gradient)
 
 
-def test_ranks_whose_losses_use_other_outputs_agree() -> None:
-    run_ranks(_used_by_one_rank)
-
-
-def _of_changing_sizes() -> None:
+@on_ranks()
+def test_with_changing_sizes() -> None:
     pair = _pair(1, rows=(4, 6, 10), dynamic=True)
     for _ in range(3):
         pair.zero_grad()
         pair.accumulate(loss=_of(slice(0, 1)))
 
 
-def test_with_changing_sizes() -> None:
-    run_ranks(_of_changing_sizes)
-
-
-def _accumulated(first: slice, second: slice) -> None:
+@pytest.mark.parametrize(
+    ("first", "second"), [(slice(0, 2), slice(0, 1)), (slice(0, 1), slice(0, 2)), (slice(0, 1), slice(0, 1))]
+)
+@on_ranks()
+def test_pending_gradients_of_an_output_count_when_it_is_used_no_more(first: slice, second: slice) -> None:
     pair = _pair(1)
     for _ in range(2):  # the second step's graph has pending gradients among its inputs
         pair.zero_grad()
@@ -109,21 +104,11 @@ def _accumulated(first: slice, second: slice) -> None:
         pair.accumulate(loss=_of(second))
 
 
-@pytest.mark.parametrize(
-    ("first", "second"), [(slice(0, 2), slice(0, 1)), (slice(0, 1), slice(0, 2)), (slice(0, 1), slice(0, 1))]
-)
-def test_pending_gradients_of_an_output_count_when_it_is_used_no_more(first: slice, second: slice) -> None:
-    run_ranks(_accumulated, first, second)
-
-
-def _updated_in_backward() -> None:
+@on_ranks()
+def test_nothing_is_updated_for_an_unused_output() -> None:
     pair = _pair(3)
     step_in_backward(optim.SGD(pair.model.parameters(), lr=0.1, weight_decay=0.5))
     before = [p.full_tensor().detach().clone() for p in pair.model.parameters()]
     _loss(pair.call(_input())[0]).backward()
     for (name, p), value in zip(pair.model.named_parameters(), before, strict=True):
         assert torch.equal(p.full_tensor(), value) == name.startswith("right"), name
-
-
-def test_nothing_is_updated_for_an_unused_output() -> None:
-    run_ranks(_updated_in_backward)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.models.outlines import Small
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 from tests.two_sides import WithOneProcess, close, compile_eagerly, loss_of
 
 
@@ -20,7 +20,9 @@ def _step_of(model: nn.Module, batch: torch.Tensor, optimizer: torch.optim.Optim
     return norm + missing
 
 
-def _steps(*, dynamic: bool | None) -> None:
+@pytest.mark.parametrize("dynamic", [None, True])
+@on_ranks()
+def test_it_trains_as_one_process(*, dynamic: bool | None) -> None:
     pair = WithOneProcess(Small, optimizer=lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9))
     mine, theirs = pair.optimizers[0]
     # Torch's clipping of sharded parameters cannot be traced with `dynamic=True`.
@@ -31,8 +33,3 @@ def _steps(*, dynamic: bool | None) -> None:
         norm = step(pair.model, share, mine, clip=not dynamic)
         close(norm, _step_of(pair.reference, batch, theirs, clip=not dynamic), "norm")
         pair.compare()
-
-
-@pytest.mark.parametrize("dynamic", [None, True])
-def test_it_trains_as_one_process(*, dynamic: bool | None) -> None:
-    run_ranks(_steps, dynamic=dynamic)

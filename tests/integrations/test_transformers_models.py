@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from fsdp_compile import full_params, fully_shard
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 from tests.two_sides import close, compile_eagerly
 
 transformers = pytest.importorskip("transformers")
@@ -39,7 +39,10 @@ def _train(model: Any, called: Any, reference: Any, *, steps: int) -> None:
             optimizer.zero_grad()
 
 
-def _t5(wrapped_by: str) -> None:
+@pytest.mark.long
+@pytest.mark.parametrize("wrapped_by", ["policy", "calls"])
+@on_ranks()
+def test_t5_equals_one_process(wrapped_by: str) -> None:
     """As pytorch/examples trains it with FSDP1: a policy over `T5Block`; or FSDP2's calls, bottom-up."""
     from transformers.models.t5.modeling_t5 import T5Block
 
@@ -68,12 +71,8 @@ def _t5(wrapped_by: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("wrapped_by", ["policy", "calls"])
-def test_t5_equals_one_process(wrapped_by: str) -> None:
-    run_ranks(_t5, wrapped_by)
-
-
-def _generate() -> None:
+@on_ranks()
+def test_generation_during_training_equals_one_process() -> None:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
@@ -93,8 +92,3 @@ def _generate() -> None:
         with torch.compiler.set_stance("force_eager"):
             assert torch.equal(model.generate(prompt, **asked), found)
         model.reshard()  # the next optimizer is to have the sharded parameters
-
-
-@pytest.mark.long
-def test_generation_during_training_equals_one_process() -> None:
-    run_ranks(_generate)

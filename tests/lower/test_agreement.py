@@ -24,7 +24,7 @@ from fsdp_compile.passes.follow_order import CannotFollowError, FollowOrder
 from tests import long
 from tests.models.kinds import Slim
 from tests.numerics.one_process.measure import batches, gradient_difference
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.two_sides import loss_of
 
 
@@ -245,16 +245,13 @@ class _Reads(_Wide):
         return x
 
 
-def _message_of_other_reads() -> str:
+@on_ranks(timeout_s=60)
+def test_other_rows_do_not_hide_that_a_rank_reads_in_another_order() -> None:
     compiled = torch.compile(_Reads(), backend="fsdp", options={"lower": "eager"})
     with pytest.raises(Exception, match="compile different collectives") as caught:
         compiled(torch.ones(256 if dist.get_rank() == 1 else 4, 2048))
-    return str(caught.value)
-
-
-def test_other_rows_do_not_hide_that_a_rank_reads_in_another_order() -> None:
-    for message in run_ranks(_message_of_other_reads, timeout_s=60):
-        assert "must not depend on a rank's number or data" in message
+    message = str(caught.value)
+    assert "must not depend on a rank's number or data" in message
 
 
 def _options_of_one_rank(name: str, values: tuple[Any, Any]) -> str:
@@ -281,17 +278,14 @@ def test_other_options_of_one_rank_are_named_on_all_before_any_collective_runs()
             assert f"options: {name}=" in message
 
 
-def _budget_for_its_rows() -> str:
+@on_ranks(timeout_s=60)
+def test_plans_that_promise_something_for_their_sizes_are_not_changed() -> None:
     options: dict[str, Any] = {"lower": "eager", "memory_budget_gb": 0.2}
     compiled = torch.compile(_Wide(), backend="fsdp", options=options)
     with pytest.raises(Exception, match="compile different collectives") as caught:
         loss_of(compiled(torch.ones((4, 256)[dist.get_rank()], 2048))).backward()
-    return str(caught.value)
-
-
-def test_plans_that_promise_something_for_their_sizes_are_not_changed() -> None:
-    for message in run_ranks(_budget_for_its_rows, timeout_s=60):
-        assert "options={'prefetch': 1}" in message
+    message = str(caught.value)
+    assert "options={'prefetch': 1}" in message
 
 
 def _experts() -> int:
@@ -414,7 +408,9 @@ def _mine(batch: torch.Tensor) -> torch.Tensor:
     return batch.chunk(dist.get_world_size())[dist.get_rank()]
 
 
-def _mixture() -> tuple[float, str]:
+@pytest.mark.core
+@on_ranks(timeout_s=100)
+def test_an_expert_without_rows_is_called_with_none_or_the_error_says_so() -> None:
     """The first expert has no rows on rank 1: once it is called there with none, once it is not called."""
     torch.manual_seed(0)
     (batch,) = batches(1, 8)
@@ -437,14 +433,8 @@ def _mixture() -> tuple[float, str]:
     torch._dynamo.reset()
     with pytest.raises(Exception, match="compile different collectives") as caught:
         other(_mine(batch))
-    return difference, str(caught.value)
-
-
-@pytest.mark.core
-def test_an_expert_without_rows_is_called_with_none_or_the_error_says_so() -> None:
-    for difference, message in run_ranks(_mixture, timeout_s=100):
-        assert difference < 1e-6
-        assert "called there all the same, with an empty tensor" in message
+    assert difference < 1e-6
+    assert "called there all the same, with an empty tensor" in str(caught.value)
 
 
 class _Steps(nn.Module):
@@ -463,7 +453,9 @@ class _Steps(nn.Module):
         return torch.stack(found, 1)
 
 
-def _reads_in_another_order_later() -> tuple[float, bool]:
+@pytest.mark.core
+@on_ranks(timeout_s=60)
+def test_a_rank_that_compiles_again_and_reads_in_another_order_follows_the_plan_that_all_have() -> None:
     """Rank 0 has no rows; rank 1 has three, and compiles again for three steps."""
     torch.manual_seed(0)
     model = _Steps()
@@ -479,17 +471,16 @@ def _reads_in_another_order_later() -> tuple[float, bool]:
         worst = max(worst, gradient_difference(model, reference))
         (region,) = regions_of(units(model))
         orders.append([line_of(node) for node in starts_of(region.steps[0])])
-    return worst, orders[0] == orders[1]
+    difference, same_order = worst, orders[0] == orders[1]
+    assert difference < 1e-5
+    assert same_order
 
 
 @pytest.mark.core
-def test_a_rank_that_compiles_again_and_reads_in_another_order_follows_the_plan_that_all_have() -> None:
-    for difference, same_order in run_ranks(_reads_in_another_order_later, timeout_s=60):
-        assert difference < 1e-5
-        assert same_order
+@on_ranks(timeout_s=60)
+def test_a_rank_that_cannot_follow_ends_all_by_name() -> None:
+    """Rank 0 has nothing to follow, and would go on to its first collective."""
 
-
-def _cannot_follow_on_one() -> str:
     def refuse(self: FollowOrder, _step: object) -> None:
         raise CannotFollowError("no such order", where="here", instead="another one")
 
@@ -500,15 +491,9 @@ def _cannot_follow_on_one() -> str:
         pytest.raises(Exception, match="compile different collectives") as caught,
     ):
         compiled(torch.ones((4, 256)[dist.get_rank()], 2048))
-    return str(caught.value)
-
-
-@pytest.mark.core
-def test_a_rank_that_cannot_follow_ends_all_by_name() -> None:
-    """Rank 0 has nothing to follow, and would go on to its first collective."""
-    for message in run_ranks(_cannot_follow_on_one, timeout_s=60):
-        assert "rank 0 and rank 1 compile different collectives" in message
-        assert "options={'prefetch': 1}" in message
+    message = str(caught.value)
+    assert "rank 0 and rank 1 compile different collectives" in message
+    assert "options={'prefetch': 1}" in message
 
 
 class _Checkpointed(nn.Module):

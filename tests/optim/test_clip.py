@@ -19,7 +19,7 @@ from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2.shards import local_of
 from fsdp_compile.optim.clip import clip_grad_norm_
 from tests import long
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.two_sides import whole
 
 NORMS = (2.0, 1.0, 3.0, math.inf)
@@ -113,7 +113,8 @@ def test_one_rank_clips_like_one_process() -> None:
     run_ranks(_compare, full_shard, world_size=1)
 
 
-def _below() -> None:
+@on_ranks()
+def test_gradients_below_the_norm_keep_their_bits() -> None:
     model, _ = _trained(full_shard)
     before = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     norm = clip_grad_norm_(model, 1e6)
@@ -124,11 +125,10 @@ def _below() -> None:
         assert torch.equal(local_of(clipped), local_of(gradient)), name
 
 
-def test_gradients_below_the_norm_keep_their_bits() -> None:
-    run_ranks(_below)
-
-
-def _mixed(norm_type: float) -> tuple[float, float, float, torch.dtype]:
+@pytest.mark.core
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+@on_ranks()
+def test_plain_gradients_count_once_as_each_rank_has_them(norm_type: float) -> None:
     """Plain gradients of this rank's own beside sharded ones, in two dtypes."""
     torch.manual_seed(0)
     model = Net()
@@ -144,16 +144,9 @@ def _mixed(norm_type: float) -> tuple[float, float, float, torch.dtype]:
     expected = torch.linalg.vector_norm(full, norm_type).item()
     before = model.row.grad[0, 0].item()
     norm = clip_grad_norm_([*model.parameters(), model.row], 1.0, norm_type)  # `row` is there twice
-    return norm.item(), expected, model.row.grad[0, 0].item() / before * expected, norm.dtype
-
-
-@pytest.mark.core
-@pytest.mark.parametrize("norm_type", [2.0, math.inf])
-def test_plain_gradients_count_once_as_each_rank_has_them(norm_type: float) -> None:
-    for norm, expected, clipped, dtype in run_ranks(_mixed, norm_type, world_size=2):
-        assert norm == pytest.approx(expected, rel=1e-6)
-        assert clipped == pytest.approx(1.0, rel=1e-5)
-        assert dtype is torch.float64
+    assert norm.item() == pytest.approx(expected, rel=1e-6)
+    assert model.row.grad[0, 0].item() / before * expected == pytest.approx(1.0, rel=1e-5)
+    assert norm.dtype is torch.float64
 
 
 def _reductions() -> tuple[int, list[int]]:
@@ -201,7 +194,13 @@ def test_a_rank_without_gradients_joins() -> None:
         assert found == pytest.approx([norm, 2.0])
 
 
-def _not_finite(value: float, norm_type: float) -> tuple[bool, str]:
+@long.parametrize(
+    ("value", "norm_type"),
+    [(math.nan, math.inf), (math.inf, 2.0), (math.nan, 2.0)],
+    always=[(math.nan, math.inf), (math.inf, 2.0)],
+)
+@on_ranks()
+def test_all_ranks_see_a_norm_that_is_not_finite(value: float, norm_type: float) -> None:
     model = nn.Linear(WIDTH, 4, bias=False)
     fully_shard(model)
     model.weight.grad = torch.zeros_like(model.weight)
@@ -211,18 +210,9 @@ def _not_finite(value: float, norm_type: float) -> tuple[bool, str]:
     local_of(model.weight.grad).fill_(value)
     with pytest.raises(RuntimeError, match="nothing was clipped") as caught:
         clip_grad_norm_(model, 1.0, norm_type, error_if_nonfinite=True)
-    return not norm.isfinite(), str(caught.value)
-
-
-@long.parametrize(
-    ("value", "norm_type"),
-    [(math.nan, math.inf), (math.inf, 2.0), (math.nan, 2.0)],
-    always=[(math.nan, math.inf), (math.inf, 2.0)],
-)
-def test_all_ranks_see_a_norm_that_is_not_finite(value: float, norm_type: float) -> None:
-    for seen, message in run_ranks(_not_finite, value, norm_type, world_size=2):
-        assert seen
-        assert str(value) in message
+    seen, message = not norm.isfinite(), str(caught.value)
+    assert seen
+    assert str(value) in message
 
 
 def test_sums_of_half_precision_gradients_are_made_in_float32() -> None:

@@ -17,7 +17,7 @@ from fsdp_compile.optim.clip import clip_grad_norm_
 from fsdp_compile.optim.flat_step import flat_step
 from fsdp_compile.optim.grad_scaler import GradScaler
 from tests import long
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 SCALE = 64.0
 
@@ -82,7 +82,8 @@ def test_ranks_skip_together_with_ignored_parameters(infinite: str) -> None:
     _check(run_ranks(_train, GradScaler, infinite, ("own",), world_size=2))
 
 
-def _unscaled() -> tuple[float, float, dict[torch.device, torch.Tensor]]:
+@on_ranks()
+def test_clipping_after_unscaling_sees_the_true_norm() -> None:
     """Unscaling by hand before clipping, with nothing infinite."""
     model = Net()
     fully_shard(model, ignored_params={model.own})
@@ -91,14 +92,10 @@ def _unscaled() -> tuple[float, float, dict[torch.device, torch.Tensor]]:
     scaler.scale(model(torch.ones(1, 4)).sum()).backward()
     scaler.unscale_(optimizer)
     norm = clip_grad_norm_(model, 1e9).item()
-    return norm, scaler.get_scale(), scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-
-
-def test_clipping_after_unscaling_sees_the_true_norm() -> None:
-    for norm, scale, found in run_ranks(_unscaled, world_size=2):
-        assert norm == pytest.approx((16 + 4) ** 0.5)  # of sixteen ones in `weight` and four in `own`
-        assert scale == SCALE
-        assert [v.item() for v in found.values()] == [0.0]
+    found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    assert norm == pytest.approx((16 + 4) ** 0.5)  # of sixteen ones in `weight` and four in `own`
+    assert scaler.get_scale() == SCALE
+    assert [v.item() for v in found.values()] == [0.0]
 
 
 class Chain(nn.Module):
@@ -114,7 +111,8 @@ class Chain(nn.Module):
         return self.layers(x) * self.own
 
 
-def _flat_and_plain() -> list[tuple[float, float, bool]]:
+@on_ranks()
+def test_flat_step_after_unscaling_and_clipping_is_the_plain_step() -> None:
     """Steps with `flat_step` beside steps without: the clipped norm, the scale, and whether all bits are equal."""
     sides = []
     for wrap in (flat_step, lambda optimizer: optimizer):
@@ -122,7 +120,11 @@ def _flat_and_plain() -> list[tuple[float, float, bool]]:
         fully_shard(model, ignored_params={model.own})
         optimizer = wrap(torch.optim.AdamW(model.parameters(), lr=0.1))
         sides.append((model, optimizer, GradScaler("cpu", init_scale=SCALE)))
-    return [_flat_and_plain_step(sides, step) for step in range(4)]
+    steps = [_flat_and_plain_step(sides, step) for step in range(4)]
+    assert [same for _, _, same in steps] == [True] * 4
+    assert [scale for _, scale, _ in steps] == [SCALE, SCALE / 2, SCALE / 2, SCALE / 2]
+    assert [norm > 0.25 for norm, _, _ in steps] == [True] * 4, "each step was clipped"
+    assert [norm == float("inf") for norm, _, _ in steps] == [False, True, False, False]
 
 
 def _flat_and_plain_step(sides: list[Any], step: int) -> tuple[float, float, bool]:
@@ -144,14 +146,6 @@ def _flat_and_plain_step(sides: list[Any], step: int) -> tuple[float, float, boo
     assert scales[0] == scales[1]
     assert norms[0] == norms[1]
     return norms[0], scales[0], same
-
-
-def test_flat_step_after_unscaling_and_clipping_is_the_plain_step() -> None:
-    for steps in run_ranks(_flat_and_plain, world_size=2):
-        assert [same for _, _, same in steps] == [True] * 4
-        assert [scale for _, scale, _ in steps] == [SCALE, SCALE / 2, SCALE / 2, SCALE / 2]
-        assert [norm > 0.25 for norm, _, _ in steps] == [True] * 4, "each step was clipped"
-        assert [norm == float("inf") for norm, _, _ in steps] == [False, True, False, False]
 
 
 def test_half_precision_gradients_are_refused_by_name() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,7 +17,7 @@ from fsdp_compile.parity.experiment import Experiment, Level, Reference
 from fsdp_compile.parity.sides import CastParameters, _mesh
 from fsdp_compile.parity.train import train_both
 from tests.models.matrix import MODELS, make_batch
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 _BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
@@ -173,12 +172,9 @@ def test_a_batch_that_is_drawn_is_the_same_one_on_each_rank() -> None:
     assert run_ranks(_differing, [experiment])[0][1] == [set()]
 
 
-def _timeouts() -> list[timedelta]:
+@on_ranks(world_size=4)
+def test_groups_of_replicas_wait_no_longer_than_the_world() -> None:
     mesh = _mesh(_experiment(world_size=4, replicas=2))
     assert dist.group.WORLD is not None
-    return [timeout_of(group) for group in (dist.group.WORLD, mesh.get_group(0), mesh.get_group(1))]
-
-
-def test_groups_of_replicas_wait_no_longer_than_the_world() -> None:
-    for world, replicas, shards in run_ranks(_timeouts, world_size=4):
-        assert world == replicas == shards
+    world, replicas, shards = [timeout_of(group) for group in (dist.group.WORLD, mesh.get_group(0), mesh.get_group(1))]
+    assert world == replicas == shards

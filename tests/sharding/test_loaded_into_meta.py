@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import distribute_tensor
 
 from fsdp_compile import fully_shard
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 
 class _Tied(nn.Module):
@@ -25,7 +25,8 @@ class _Tied(nn.Module):
         return self.head(torch.tanh(self.inner(self.embed(tokens))))
 
 
-def _check() -> None:
+@on_ranks()
+def test_it_stays_tied_as_with_fsdp2() -> None:
     torch.manual_seed(0)
     values = _Tied().state_dict()
     tokens = torch.arange(6).view(2, 3)
@@ -45,7 +46,3 @@ def _check() -> None:
     assert set(gradients[1]) == {"embed.weight", "inner.weight", "inner.bias"}
     for name, gradient in gradients[1].items():
         torch.testing.assert_close(gradient, gradients[0][name])
-
-
-def test_it_stays_tied_as_with_fsdp2() -> None:
-    run_ranks(_check)

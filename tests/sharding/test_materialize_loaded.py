@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 
 import fsdp_compile
 from fsdp_compile import fully_shard, materialize
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 
 class _Masked(nn.Module):
@@ -64,7 +64,9 @@ def _on_meta(make: Callable[[], nn.Module]) -> Any:
         return make()
 
 
-def _check_loaded(way: str) -> None:
+@pytest.mark.parametrize("way", ["loaded", "assigned", "replaced", "ignored"])
+@on_ranks()
+def test_loaded_values_stay(way: str) -> None:
     torch.manual_seed(1)
     state = _make().state_dict()
     model = _on_meta(_make)
@@ -86,12 +88,8 @@ def _check_loaded(way: str) -> None:
     assert model[1].norm > 0, "of what the initialization wrote to the weight"
 
 
-@pytest.mark.parametrize("way", ["loaded", "assigned", "replaced", "ignored"])
-def test_loaded_values_stay(way: str) -> None:
-    run_ranks(_check_loaded, way)
-
-
-def _check_bottom_up() -> None:
+@on_ranks()
+def test_bottom_up_calls_initialize_each_module_once() -> None:
     called: list[nn.Module] = []
 
     def init(module: nn.Module) -> None:
@@ -105,7 +103,3 @@ def _check_bottom_up() -> None:
     with_own = [module for module in model.modules() if module._parameters]
     assert sorted(map(id, called)) == sorted(map(id, with_own)), "each once"
     assert all(not value.is_meta and not value.isnan().any() for _, value in fsdp_compile.full_tensors(model))
-
-
-def test_bottom_up_calls_initialize_each_module_once() -> None:
-    run_ranks(_check_bottom_up)

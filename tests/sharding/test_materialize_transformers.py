@@ -7,7 +7,7 @@ import torch
 
 from fsdp_compile import fully_shard, materialize
 from tests.models.meta import assert_equal, on_meta
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 transformers = pytest.importorskip("transformers")
 
@@ -27,7 +27,9 @@ def _llama(*, tied: bool) -> torch.nn.Module:
     return transformers.LlamaForCausalLM(config)
 
 
-def _check() -> None:
+@pytest.mark.core
+@on_ranks()
+def test_init_weights_gives_the_values_of_one_process() -> None:
     for tied in (False, True):
         model = on_meta(lambda tied=tied: _llama(tied=tied))  # type: ignore[misc]
         fully_shard(model)
@@ -43,7 +45,9 @@ def _check() -> None:
         assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
 
 
-def _check_scales() -> None:
+@pytest.mark.core
+@on_ranks()
+def test_a_module_that_initializes_its_parts_again_does_so_after_to_empty() -> None:
     model = on_meta(_gpt2)
     fully_shard(model)
     torch.manual_seed(5)
@@ -62,13 +66,3 @@ def _gpt2() -> torch.nn.Module:
         n_embd=32, n_layer=2, n_head=4, vocab_size=61, bos_token_id=None, eos_token_id=None
     )
     return transformers.GPT2LMHeadModel(config)
-
-
-@pytest.mark.core
-def test_init_weights_gives_the_values_of_one_process() -> None:
-    run_ranks(_check)
-
-
-@pytest.mark.core
-def test_a_module_that_initializes_its_parts_again_does_so_after_to_empty() -> None:
-    run_ranks(_check_scales)

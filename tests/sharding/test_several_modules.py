@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 import fsdp_compile
 from fsdp_compile import ConfigError, fully_shard, units
 from tests import long
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 from tests.two_sides import Run, WithOneProcess, close
 
 
@@ -88,7 +88,9 @@ def _shard(model: Any) -> None:
     fully_shard(model)  # FSDP2 wants one outermost module
 
 
-def _check(*, compiled: bool) -> None:
+@long.parametrize("compiled", [False, True], always=[True])
+@on_ranks()
+def test_training_equals_one_process(*, compiled: bool) -> None:
     how = Run.SHARDED if compiled else Run.EAGER
     adam = functools.partial(torch.optim.Adam, lr=0.05, eps=1e-3)
     pair = WithOneProcess(_Headed, how, _shard, optimizer=adam, twice=False)
@@ -106,12 +108,8 @@ def _check(*, compiled: bool) -> None:
         close(pair.model.head.weight, pair.reference.head.weight, "full")
 
 
-@long.parametrize("compiled", [False, True], always=[True])
-def test_training_equals_one_process(*, compiled: bool) -> None:
-    run_ranks(_check, compiled=compiled)
-
-
-def _check_casts() -> None:
+@on_ranks()
+def test_each_module_casts_its_own_inputs_and_output() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
     outputs = []
     for shard in (fsdp2, fully_shard):
@@ -122,7 +120,3 @@ def _check_casts() -> None:
         outputs.append(model(torch.ones(2, 6)))
     assert outputs[0].dtype is torch.float64
     assert torch.equal(*outputs)
-
-
-def test_each_module_casts_its_own_inputs_and_output() -> None:
-    run_ranks(_check_casts)

@@ -30,7 +30,7 @@ from fsdp_compile import (
     rekey_optim_state_dict,
     units,
 )
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.two_sides import compile_eagerly
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -123,7 +123,8 @@ def test_what_ddp_has_saved_is_resumed(tmp_path: Path) -> None:
     run_ranks(_check_resumed_from_ddp, tmp_path)
 
 
-def _check_resumed_sharded() -> None:
+@on_ranks()
+def test_sharded_state_is_resumed() -> None:
     """Sharded state of model and optimizer, in the place of SHARDED_STATE_DICT and `optim_state_dict`."""
     reference, model = _model(), fully_shard(_model())
     _train(reference, _adamw(reference), 4)
@@ -140,11 +141,8 @@ def _check_resumed_sharded() -> None:
     _assert_equal(model, reference)
 
 
-def test_sharded_state_is_resumed() -> None:
-    run_ranks(_check_resumed_sharded)
-
-
-def _check_ddp() -> None:
+@on_ranks()
+def test_ddps_lines() -> None:
     rank, reference = dist.get_rank(), _model()
     model = fully_shard(_model(seed=rank), sync_module_states=True)
     _assert_equal(model, reference)
@@ -163,16 +161,13 @@ def _check_ddp() -> None:
         assert type(model.get_parameter("0.weight")) is nn.Parameter
 
 
-def test_ddps_lines() -> None:
-    run_ranks(_check_ddp)
-
-
 def _reset(module: nn.Module) -> None:
     if isinstance(module, nn.Linear):
         module.reset_parameters()
 
 
-def _check_arguments_of_fsdp1() -> None:
+@on_ranks()
+def test_arguments_of_fsdp1() -> None:
     with torch.device("meta"):
         model = _model()
     ignored = nn.Parameter(torch.ones(4))
@@ -195,11 +190,8 @@ def _check_arguments_of_fsdp1() -> None:
     assert model(_batch()).dtype is torch.bfloat16
 
 
-def test_arguments_of_fsdp1() -> None:
-    run_ranks(_check_arguments_of_fsdp1)
-
-
-def _check_fsdp2() -> None:
+@on_ranks()
+def test_fsdp2s_lines() -> None:
     reference = _model()
     with torch.device("meta"):
         model, other = _model(), _model()
@@ -225,7 +217,3 @@ def _check_fsdp2() -> None:
     for each in (other, plain):
         _train(each, _adamw(each))
     _assert_equal(other, plain)
-
-
-def test_fsdp2s_lines() -> None:
-    run_ranks(_check_fsdp2)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from fsdp_compile import full_tensors, optim_state_dict
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 from tests.state.optim_models import assert_same, kinds, optimizer_of, sharded, train
 from tests.two_sides import compile_eagerly, whole
 
@@ -34,7 +34,8 @@ def _raised(state: State, *names: str) -> State:
     return {name: copy.deepcopy(value) + (name in chosen) for name, value in state.items()}
 
 
-def _check_names() -> None:
+@on_ranks()
+def test_names_are_the_plain_models_with_and_without_compile() -> None:
     plain, model = kinds(), sharded()
     compiled: Any = compile_eagerly(model)
     optimizer = optimizer_of(model, "AdamW")
@@ -57,11 +58,8 @@ def _check_names() -> None:
     assert_same(_values(compiled), plain.state_dict())
 
 
-def test_names_are_the_plain_models_with_and_without_compile() -> None:
-    run_ranks(_check_names)
-
-
-def _check_what_is_saved() -> None:
+@on_ranks()
+def test_shards_are_saved_and_loaded_without_communication_whatever_is_gathered() -> None:
     model = sharded()
     batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(3))
     expected = _values(model)
@@ -83,7 +81,3 @@ def _check_what_is_saved() -> None:
     assert mode.get_total_counts() == 0
     reference.load_state_dict(raised)
     torch.testing.assert_close(model(batch), reference(batch), rtol=2e-2, atol=2e-2)  # one layer is bfloat16
-
-
-def test_shards_are_saved_and_loaded_without_communication_whatever_is_gathered() -> None:
-    run_ranks(_check_what_is_saved)

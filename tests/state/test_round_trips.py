@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_compile import flat_step, fully_shard, whole_step
 from tests import long
 from tests.models.outlines import MixedKinds
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.state.optim_models import all_values, assert_same, train
 
 OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
@@ -71,7 +71,10 @@ def _assert_in_place(model: Any, optimizer: optim.Optimizer) -> None:
     assert model.first.weight is model.tied.weight
 
 
-def _check(name: str, kind: str) -> None:
+@long.parametrize("kind", OPTIONS, always=["full, of rank 0"])
+@long.parametrize("name", OPTIMIZERS, always=["flat AdamW"])
+@on_ranks()
+def test_states_come_back_bit_for_bit(name: str, kind: str) -> None:
     model, optimizer = _trained(name)
     expected = all_values(model, optimizer)
     options = OPTIONS[kind]
@@ -91,12 +94,6 @@ def _check(name: str, kind: str) -> None:
         train(each, own, 2)
     _assert_in_place(resumed, resumed_optimizer)
     assert_same(all_values(resumed, resumed_optimizer), all_values(model, optimizer))
-
-
-@long.parametrize("kind", OPTIONS, always=["full, of rank 0"])
-@long.parametrize("name", OPTIMIZERS, always=["flat AdamW"])
-def test_states_come_back_bit_for_bit(name: str, kind: str) -> None:
-    run_ranks(_check, name, kind)
 
 
 def _save(name: str, folder: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from fsdp_compile import fully_shard
 from tests import long
 from tests.models.kinds import WIDTH, Slim, Stack
 from tests.numerics.one_process.measure import gradient_difference
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.two_sides import Run, WithOneProcess
 
 
@@ -33,20 +33,16 @@ class ReadEarly(Stack):
         return super().forward(self.early(x))
 
 
-def _read_early() -> list[float]:
+@pytest.mark.long
+@on_ranks()
+def test_parameters_read_before_the_first_graph_get_their_gradients() -> None:
     pair = WithOneProcess(ReadEarly, Run.PLAIN, shape=WIDTH, rows=4, twice=False)
     worst = []
     for _ in range(3):
         pair.backward()
         worst.append(gradient_difference(*pair))
         pair.zero_grad()
-    return worst
-
-
-@pytest.mark.long
-def test_parameters_read_before_the_first_graph_get_their_gradients() -> None:
-    for worst in run_ranks(_read_early):
-        assert max(worst) < 1e-5
+    assert max(worst) < 1e-5
 
 
 class PartlyUsed(nn.Module):
@@ -61,18 +57,16 @@ class PartlyUsed(nn.Module):
         return self.b(self.a(x)) if both == "both" else self.a(x)
 
 
-def _gradient_of_input_alone() -> bool:
+@pytest.mark.long
+@on_ranks()
+def test_gradients_that_were_never_accumulated_are_forgotten() -> None:
     model = PartlyUsed()
     compiled = torch.compile(model, backend="fsdp", options={"lower": "eager"})
     x = torch.ones(2, WIDTH, requires_grad=True)
     torch.autograd.grad(compiled(x, "both").sum(), x)
     compiled(x, "one").sum().backward()
-    return model.a.weight.grad is not None and model.b.weight.grad is None
-
-
-@pytest.mark.long
-def test_gradients_that_were_never_accumulated_are_forgotten() -> None:
-    assert run_ranks(_gradient_of_input_alone) == [True, True]
+    assert model.a.weight.grad is not None
+    assert model.b.weight.grad is None
 
 
 def _one_padded_slot() -> float:

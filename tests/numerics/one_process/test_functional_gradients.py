@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile import UnsupportedModelError, step_in_backward
 from tests.models.outlines import Small
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 from tests.two_sides import Run, WithOneProcess, close, loss_of
 
 Model = Callable[[torch.Tensor], torch.Tensor]
@@ -73,7 +73,9 @@ def _jacrev(model: Model) -> torch.Tensor:
     return result
 
 
-def _equal_one_process(how: Run) -> None:
+@HOW
+@on_ranks()
+def test_gradients_by_inputs_are_those_of_one_process(how: Run) -> None:
     pair = WithOneProcess(Small, how)
     pair.call(_input())
     always = (_jacrev, _vjp, _loss_by_input, _jacobian, _by_inputs_alone, _batched, _vectorized)
@@ -82,12 +84,9 @@ def _equal_one_process(how: Run) -> None:
     assert [name for model in pair for name, p in model.named_parameters() if p.grad is not None] == []
 
 
-@HOW
-def test_gradients_by_inputs_are_those_of_one_process(how: Run) -> None:
-    run_ranks(_equal_one_process, how)
-
-
-def _refused_when_compiled() -> None:
+@pytest.mark.long
+@on_ranks()
+def test_compiled_backwards_refuse_gradients_of_gradients() -> None:
     pair = WithOneProcess(Small, Run.PLAIN)
     pair.call(_input())
     plain: Any = torch.compile(copy.deepcopy(pair.reference), backend="aot_eager")
@@ -99,11 +98,8 @@ def _refused_when_compiled() -> None:
 
 
 @pytest.mark.long
-def test_compiled_backwards_refuse_gradients_of_gradients() -> None:
-    run_ranks(_refused_when_compiled)
-
-
-def _refused_with_updates() -> None:
+@on_ranks()
+def test_batches_of_gradients_are_refused_where_backward_updates() -> None:
     pair = WithOneProcess(Small, Run.SHARDED)
     step_in_backward(torch.optim.SGD(pair.model.parameters(), lr=0.1))
     with pytest.raises(UnsupportedModelError, match=r"(?s)collectives take one.*step_in_backward.*jacrev"):
@@ -113,12 +109,10 @@ def _refused_with_updates() -> None:
         assert torch.equal(mine.full_tensor() if isinstance(mine, DTensor) else mine, theirs)
 
 
-@pytest.mark.long
-def test_batches_of_gradients_are_refused_where_backward_updates() -> None:
-    run_ranks(_refused_with_updates)
-
-
-def _instead_of_inputs(how: Run) -> None:
+@HOW
+@on_ranks()
+def test_some_gradients_alone_are_those_of_a_backward_that_drops_the_others(how: Run) -> None:
+    """What docs/limits.md says to write in the place of `backward(inputs=parameters)`."""
     pair = WithOneProcess(Small, how)
     pair.backward()
     pair.change(lambda model: model.zero_grad())
@@ -129,9 +123,3 @@ def _instead_of_inputs(how: Run) -> None:
         if not name.startswith("up."):
             parameter.grad = None
     pair.compare()
-
-
-@HOW
-def test_some_gradients_alone_are_those_of_a_backward_that_drops_the_others(how: Run) -> None:
-    """What docs/limits.md says to write in the place of `backward(inputs=parameters)`."""
-    run_ranks(_instead_of_inputs, how)

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from fsdp_compile import fully_shard
 from tests.models.kinds import Slim
 from tests.numerics.one_process.measure import gradient_difference
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.two_sides import Run, WithOneProcess, loss_of, share
 
 
@@ -20,56 +20,42 @@ def _pair() -> WithOneProcess:
     return WithOneProcess(Slim, Run.PLAIN, shape=32, rows=4, twice=False)
 
 
-def _several_forwards_one_backward() -> float:
+@on_ranks()
+def test_several_forwards_before_one_backward() -> None:
     pair = _pair()
     for losses in zip(*(pair.losses() for _ in range(3)), strict=True):
         torch.stack(losses).sum().backward()
-    return gradient_difference(*pair)
+    assert gradient_difference(*pair) < 1e-5
 
 
-def test_several_forwards_before_one_backward() -> None:
-    assert max(run_ranks(_several_forwards_one_backward)) < 1e-5
-
-
-def _accumulated_backwards() -> float:
+@on_ranks()
+def test_gradients_of_several_backwards_add_up() -> None:
     pair = _pair()
     for _ in range(3):
         pair.backward()
-    return gradient_difference(*pair)
+    assert gradient_difference(*pair) < 1e-5
 
 
-def test_gradients_of_several_backwards_add_up() -> None:
-    assert max(run_ranks(_accumulated_backwards)) < 1e-5
-
-
-def _retained_graph() -> float:
+@on_ranks()
+def test_backward_twice_through_one_graph() -> None:
     pair = _pair()
     for loss in pair.losses():
         loss.backward(retain_graph=True)
         loss.backward()
-    return gradient_difference(*pair)
+    assert gradient_difference(*pair) < 1e-5
 
 
-def test_backward_twice_through_one_graph() -> None:
-    assert max(run_ranks(_retained_graph)) < 1e-5
-
-
-def _inference() -> tuple[float, float, bool]:
+@on_ranks()
+def test_inference_before_and_after_training() -> None:
     pair = _pair()
     mine, whole = pair.next_batch()
     with torch.no_grad():
         before = (pair.call(mine) - share(pair.reference(whole))).abs().max().item()
     pair.backward()
     with torch.inference_mode():
-        no_gradients = not pair.call(mine).requires_grad
-    return before, gradient_difference(*pair), no_gradients
-
-
-def test_inference_before_and_after_training() -> None:
-    for difference, gradient, no_gradients in run_ranks(_inference):
-        assert difference < 1e-5
-        assert gradient < 1e-5
-        assert no_gradients
+        assert not pair.call(mine).requires_grad
+    assert before < 1e-5
+    assert gradient_difference(*pair) < 1e-5
 
 
 def _input_gradient(param_dtype: torch.dtype | None) -> float:
@@ -88,12 +74,9 @@ def test_gradient_of_the_input(param_dtype: torch.dtype | None, bound: float) ->
     assert max(run_ranks(_input_gradient, param_dtype)) < bound
 
 
-def _forward_without_backward() -> float:
+@on_ranks()
+def test_forward_without_its_backward() -> None:
     pair = _pair()
     pair.call(pair.next_batch()[0])  # its graph is dropped
     pair.backward()
-    return gradient_difference(*pair)
-
-
-def test_forward_without_its_backward() -> None:
-    assert max(run_ranks(_forward_without_backward)) < 1e-5
+    assert gradient_difference(*pair) < 1e-5

@@ -22,7 +22,7 @@ from fsdp_compile._torch.fully_shard_params import HAS_GRAD_DTYPES
 from fsdp_compile.config.policy import AnyPrecisionPolicy
 from tests.models.kinds import WIDTH, Slim, Stack
 from tests.numerics.one_process.measure import batches
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.two_sides import loss_of
 
 BF16 = torch.bfloat16
@@ -153,7 +153,8 @@ def test_equals_casts_by_hand(name: str) -> None:
     assert max(run_ranks(_case, name)) <= bound
 
 
-def _bottom_up() -> float:
+@on_ranks()
+def test_each_unit_has_its_own_dtypes() -> None:
     def prepare(model: nn.Module) -> None:
         for block, policy in zip(model.blocks, (MixedPrecisionPolicy(), MixedPrecisionPolicy(BF16)), strict=True):  # type: ignore[arg-type]
             fully_shard(block, mp_policy=policy)
@@ -171,16 +172,12 @@ def _bottom_up() -> float:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.head(self.blocks[1](self.blocks[0](x.float())))
 
-    return train_both(lambda: Widened(2), prepare, ByHand(low, BF16, torch.float32))
+    worst = train_both(lambda: Widened(2), prepare, ByHand(low, BF16, torch.float32))
+    assert worst < 2e-3
 
 
-def test_each_unit_has_its_own_dtypes() -> None:
-    # block 1 is reduced in bfloat16, and by hand in float32: half a unit in the last of bfloat16's 8 bits
-    for worst in run_ranks(_bottom_up):
-        assert worst < 2e-3
-
-
-def _in_eval() -> None:
+@on_ranks()
+def test_full_precision_in_eval() -> None:
     torch.manual_seed(0)
     model = Normed()
     reference = copy.deepcopy(model).eval()
@@ -201,10 +198,6 @@ def _in_eval() -> None:
         torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, rtol=1e-4, atol=1e-7)
     assert compiled.train()(batch).dtype is BF16
     assert model.seen == (BF16, BF16)
-
-
-def test_full_precision_in_eval() -> None:
-    run_ranks(_in_eval)
 
 
 class _Half(nn.Module):
@@ -298,7 +291,8 @@ def test_eval_is_mixed_unless_asked() -> None:
     assert run_ranks(_low_in_eval, world_size=1) == [BF16]
 
 
-def _low_gradients() -> None:
+@on_ranks()
+def test_low_precision_gradients_are_kept_if_asked() -> None:
     torch.manual_seed(0)
     model = Slim(1)
     full = copy.deepcopy(model)
@@ -318,7 +312,3 @@ def _low_gradients() -> None:
         assert isinstance(mine.grad, DTensor)
         assert (mine.grad.dtype, mine.dtype) == (BF16, torch.float32)
         assert torch.equal(mine.grad.to_local(), sums[mine])
-
-
-def test_low_precision_gradients_are_kept_if_asked() -> None:
-    run_ranks(_low_gradients)

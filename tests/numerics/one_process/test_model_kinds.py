@@ -16,7 +16,7 @@ from fsdp_compile import fully_shard
 from tests import long
 from tests.models.kinds import KINDS, Block, Checkpointed, GraphBreaks, Slim, Stack, Tied
 from tests.numerics.one_process.measure import Differences, train_pair
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 # float32 sums of at most a few hundred terms in another order; attention's keys have gradients near zero.
 LOSS, GRADIENT, PARAMETER = 1e-6, 2e-5, 1e-3
@@ -97,24 +97,18 @@ def test_prefetch_distance_changes_no_number(distance: int) -> None:
     assert_equal_training(run_ranks(_prefetch, distance))
 
 
-def _autocast() -> Differences:
-    return train_pair(Stack, autocast=torch.bfloat16)
-
-
 @pytest.mark.long
+@on_ranks()
 def test_autocast() -> None:
-    for found in run_ranks(_autocast):  # bfloat16 has 8 bits: 2^-8 per rounding
-        assert found.loss < 2e-2
-        assert found.gradient < 6e-2
-
-
-def _mixed_precision() -> Differences:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
-    return train_pair(Stack, prepare=lambda model: fully_shard(model, mp_policy=policy))
+    found = train_pair(Stack, autocast=torch.bfloat16)
+    assert found.loss < 2e-2
+    assert found.gradient < 6e-2
 
 
 @pytest.mark.long
+@on_ranks()
 def test_mixed_precision_policy() -> None:
-    for found in run_ranks(_mixed_precision):
-        assert found.loss < 2e-2
-        assert found.gradient < 1e-1
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    found = train_pair(Stack, prepare=lambda model: fully_shard(model, mp_policy=policy))
+    assert found.loss < 2e-2
+    assert found.gradient < 1e-1

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 import fsdp_compile
 from fsdp_compile import fully_shard
 from tests.fake_world import fake_world
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 from tests.two_sides import close, compare_gradients, compile_eagerly, loss_of, share
 
 
@@ -49,7 +49,9 @@ def _batch() -> tuple[torch.Tensor, torch.Tensor]:
     return batch, share(batch)
 
 
-def _reentrant() -> None:
+@pytest.mark.long
+@on_ranks()
+def test_reentrant_checkpointing_without_gradients_of_inputs_is_that_of_torch_compile_or_of_eager_code() -> None:
     torch.manual_seed(0)
     eager = _Reentrant()
     plain, mine, fsdp2 = (copy.deepcopy(eager) for _ in range(3))
@@ -69,12 +71,8 @@ def _reentrant() -> None:
     compare_gradients(fsdp2, eager)
 
 
-@pytest.mark.long
-def test_reentrant_checkpointing_without_gradients_of_inputs_is_that_of_torch_compile_or_of_eager_code() -> None:
-    run_ranks(_reentrant)
-
-
-def _normed() -> None:
+@on_ranks()
+def test_a_checkpointed_batch_norm_updates_its_statistics_as_often_as_torch_compile_or_eager_code() -> None:
     torch.manual_seed(0)
     eager = _Normed()
     plain, mine, fsdp2 = (copy.deepcopy(eager) for _ in range(3))
@@ -88,10 +86,6 @@ def _normed() -> None:
     for model, expected in ((mine, once), (fsdp2, twice)):
         for name, buffer in model.named_buffers():
             close(buffer.float(), expected[name].float(), name)
-
-
-def test_a_checkpointed_batch_norm_updates_its_statistics_as_often_as_torch_compile_or_eager_code() -> None:
-    run_ranks(_normed)
 
 
 class _Hidden(nn.Module):
@@ -120,7 +114,9 @@ class _Hooked(nn.Module):
         return out
 
 
-def _hooked() -> None:
+@on_ranks()
+def test_composable_checkpointing_repeats_outside_of_compiled_code_which_torch_refuses() -> None:
+    """Also without sharding."""
     torch.manual_seed(0)
     eager = _Hooked()
     mine = copy.deepcopy(eager)
@@ -137,11 +133,6 @@ def _hooked() -> None:
     for call in (torch.compile(plain, backend="aot_eager"), compiled):
         with pytest.raises(CheckpointError):
             loss_of(call(share)).backward()
-
-
-def test_composable_checkpointing_repeats_outside_of_compiled_code_which_torch_refuses() -> None:
-    """Also without sharding."""
-    run_ranks(_hooked)
 
 
 class _Attends(nn.Module):

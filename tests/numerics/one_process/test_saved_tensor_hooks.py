@@ -12,7 +12,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from fsdp_compile import units
 from tests.models.outlines import Small
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 from tests.two_sides import WithOneProcess, loss_of
 
 Hooks = Callable[[], saved_tensors_hooks]
@@ -47,7 +47,8 @@ class _Branches(nn.Module):
         return self.left(x) if self.chosen == "left" else self.right(x)
 
 
-def _trained() -> None:
+@on_ranks()
+def test_parameters_that_are_left_out_have_no_gradient() -> None:
     for hooks in (_copying, save_on_cpu):
         pair = WithOneProcess(_Branches, optimizer=_adamw, loss=functools.partial(_loss, hooks))
         assert len(units(pair.model)) == 1
@@ -56,11 +57,8 @@ def _trained() -> None:
             pair.train(steps=1)
 
 
-def test_parameters_that_are_left_out_have_no_gradient() -> None:
-    run_ranks(_trained)
-
-
-def _unseen() -> None:
+@on_ranks()
+def test_hooks_do_not_see_sharded_parameters() -> None:
     packed: list[int] = []
 
     def note(saved: torch.Tensor) -> torch.Tensor:
@@ -71,7 +69,3 @@ def _unseen() -> None:
     pair.train(steps=1)
     assert packed, "activations"
     assert not {group.flat.data_ptr() for unit in units(pair.model) for group in unit.groups}.intersection(packed)
-
-
-def test_hooks_do_not_see_sharded_parameters() -> None:
-    run_ranks(_unseen)

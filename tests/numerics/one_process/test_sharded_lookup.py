@@ -21,7 +21,7 @@ from fsdp_compile.cost.hardware import hardware
 from fsdp_compile.errors import BudgetTooSmallError, ConfigError
 from fsdp_compile.explain.plan import Plan
 from tests import long
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 WIDTH = 16
 Prepare = Callable[["Words"], object]
@@ -163,17 +163,14 @@ def _trained(case: Case, embedding: str) -> list[torch.Tensor]:
     return found
 
 
-def _is_the_same(name: str) -> bool:
+@pytest.mark.core
+@long.parametrize("name", CASES, always=["padding", "by-hand"])
+@on_ranks()
+def test_two_ranks_train_to_the_bits_of_gathered_tables(name: str) -> None:
     """Whether every bit of a case is."""
     case = CASES[name]
     pairs = zip(_trained(case, "gathered"), _trained(case, "sharded"), strict=True)
-    return all(torch.equal(one, other) for one, other in pairs)
-
-
-@pytest.mark.core
-@long.parametrize("name", CASES, always=["padding", "by-hand"])
-def test_two_ranks_train_to_the_bits_of_gathered_tables(name: str) -> None:
-    assert run_ranks(_is_the_same, name) == [True, True]
+    assert all(torch.equal(one, other) for one, other in pairs)
 
 
 def _budgets() -> list[bool]:

@@ -18,7 +18,7 @@ from tests.models.kinds import Stack
 from tests.models.unusual import KINDS
 from tests.numerics.one_process.measure import Differences, batches, train_pair
 from tests.numerics.one_process.test_model_kinds import assert_equal_training
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.two_sides import loss_of
 
 LEFT_TO_PYTHON = ("recurrent", "recurrent-first", "experts")
@@ -64,7 +64,8 @@ class _OwnForwardAtTheTop(Stack):
         return x @ self.head.weight.t()
 
 
-def _own_forward_at_the_top() -> float:
+@on_ranks()
+def test_a_forward_of_the_instances_own() -> None:
     torch.manual_seed(0)
     model = _OwnForwardAtTheTop()
     reference = copy.deepcopy(model)
@@ -76,11 +77,7 @@ def _own_forward_at_the_top() -> float:
     weight, expected = model.head.weight.grad, reference.head.weight.grad
     assert expected is not None
     assert model.head.bias.grad is None
-    return (weight.full_tensor() - expected).abs().max().item()  # type: ignore[union-attr]
-
-
-def test_a_forward_of_the_instances_own() -> None:
-    assert max(run_ranks(_own_forward_at_the_top)) < 1e-5
+    assert (weight.full_tensor() - expected).abs().max().item() < 1e-5  # type: ignore[union-attr]
 
 
 class _Slow(nn.Module):
@@ -124,7 +121,11 @@ def test_updates_inside_of_a_graph_are_refused_with_their_line(make: Callable[[]
     assert "between steps" in (error.instead or "")
 
 
-def _step_of_what_dynamo_leaves_to_python(name: str) -> None:
+@pytest.mark.core
+@long.parametrize("name", ["recurrent", "recurrent-first"], always=["recurrent-first"])
+@on_ranks()
+def test_a_model_that_dynamo_leaves_to_python_is_sharded_and_trains(name: str) -> None:
+    """Up to torch 2.13 it leaves each forward with recurrent layers; later it compiles what comes before them."""
     model = KINDS[name]()
     reference = copy.deepcopy(model)
     compiled = torch.compile(model, backend="fsdp", options={"lower": "eager"})
@@ -137,14 +138,9 @@ def _step_of_what_dynamo_leaves_to_python(name: str) -> None:
         torch.testing.assert_close(mine.full_tensor(), theirs)  # type: ignore[attr-defined]
 
 
-@pytest.mark.core
-@long.parametrize("name", ["recurrent", "recurrent-first"], always=["recurrent-first"])
-def test_a_model_that_dynamo_leaves_to_python_is_sharded_and_trains(name: str) -> None:
-    """Up to torch 2.13 it leaves each forward with recurrent layers; later it compiles what comes before them."""
-    run_ranks(_step_of_what_dynamo_leaves_to_python, name)
-
-
-def _plain_beside_compiled() -> None:
+@pytest.mark.long
+@on_ranks()
+def test_optimizers_of_plain_parameters_step_as_always() -> None:
     """Another model's optimizer, and one of the ignored parameters of a compiled model, step as always."""
     other = nn.Linear(32, 5)
     model = Stack()
@@ -157,8 +153,3 @@ def _plain_beside_compiled() -> None:
         before = [p.clone() for p in parameters]
         torch.optim.SGD(parameters, lr=0.1).step()
         assert not any(torch.equal(p, q) for p, q in zip(parameters, before, strict=True))
-
-
-@pytest.mark.long
-def test_optimizers_of_plain_parameters_step_as_always() -> None:
-    run_ranks(_plain_beside_compiled)

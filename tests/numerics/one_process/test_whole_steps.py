@@ -16,7 +16,7 @@ from fsdp_compile import fully_shard
 from tests import long
 from tests.models.kinds import Slim
 from tests.numerics.one_process.measure import batches, parameter_difference
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.two_sides import Run, WithOneProcess, loss_of
 
 Step = Callable[[nn.Module, torch.optim.Optimizer, torch.Tensor], torch.Tensor]
@@ -43,7 +43,10 @@ def _all_inside(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch
     return loss.detach()
 
 
-def _train(step: Step) -> float:
+@pytest.mark.core
+@long.parametrize("step", [_loss_inside, _all_inside], always=[_all_inside])
+@on_ranks()
+def test_steps_that_are_compiled_with_more_than_the_model(step: Step) -> None:
     """The largest difference of a parameter from one process after three steps."""
     momentum = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
     pair = WithOneProcess(Slim, Run.EAGER, optimizer=momentum, shape=32, rows=4)
@@ -54,13 +57,7 @@ def _train(step: Step) -> float:
         loss_of(pair.reference(batch)).backward()
         other.step()
         other.zero_grad()
-    return parameter_difference(*pair)
-
-
-@pytest.mark.core
-@long.parametrize("step", [_loss_inside, _all_inside], always=[_all_inside])
-def test_steps_that_are_compiled_with_more_than_the_model(step: Step) -> None:
-    assert max(run_ranks(_train, step)) < 1e-5
+    assert parameter_difference(*pair) < 1e-5
 
 
 class _Normalized(nn.Module):
@@ -74,7 +71,9 @@ class _Normalized(nn.Module):
         return self.layers(x.view(-1, 2, 4, 4)).flatten(1)
 
 
-def _batch_norm() -> None:
+@pytest.mark.long
+@on_ranks()
+def test_batch_norm_keeps_each_ranks_own_statistics() -> None:
     """Beside data parallelism by hand: each rank its own statistics, gradients averaged."""
     torch.manual_seed(0)
     model = _Normalized()
@@ -103,11 +102,6 @@ def _batch_norm() -> None:
     assert not torch.equal(everywhere[0], everywhere[1]), "statistics are each rank's own"
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.full_tensor(), reference.get_parameter(name).detach())  # type: ignore[attr-defined]
-
-
-@pytest.mark.long
-def test_batch_norm_keeps_each_ranks_own_statistics() -> None:
-    run_ranks(_batch_norm)
 
 
 def _part_by_itself() -> float:
