@@ -168,19 +168,6 @@ def test_the_first_call_splits_the_model_and_ends_there() -> None:
 
 
 @on_ranks()
-def test_inference_first_then_training() -> None:
-    torch.manual_seed(0)
-    model = Small()
-    reference = copy.deepcopy(model)
-    compiled = compile_eagerly(model)
-    x = torch.randn(2, 6)
-    with torch.no_grad():
-        torch.testing.assert_close(compiled(x), reference(x))
-    assert _is_sharded(model)
-    _train(compiled, model, reference)
-
-
-@on_ranks()
 def test_values_of_the_first_rank_alone() -> None:
     """The others have the model on meta; the optimizer is made before any has its part."""
     torch.manual_seed(0)

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2.comm_hook import register_comm_hook
-from tests.fsdp2.mlp import pair_of, shard, sharded
+from tests.fsdp2.mlp import pair_of, shard
 from tests.ranks import on_ranks, run_ranks
 from tests.two_sides import BITS, Within
 
@@ -56,18 +56,3 @@ def _after_a_step() -> int:
 
 def test_after_a_step() -> None:
     assert run_ranks(_after_a_step) == [3, 3]
-
-
-@on_ranks()
-def test_refused() -> None:
-    with pytest.raises(ConfigError, match="not sharded"):
-        register_comm_hook(torch.nn.Linear(2, 2), _average)
-    model = sharded()
-    with pytest.raises(ConfigError, match="cannot be called with 3 arguments"):
-        register_comm_hook(model, lambda _state, _gradient: None)
-    model.set_gradient_divide_factor(2.0)
-    with pytest.raises(ConfigError, match="divide factor"):
-        register_comm_hook(model, _average)
-    model(torch.ones(3, 16))
-    with pytest.raises(ConfigError, match="part of a sharded model"):
-        register_comm_hook(model.layers[0], _average)

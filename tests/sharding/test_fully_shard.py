@@ -100,18 +100,6 @@ def test_modules_that_torchs_was_called_on_are_left_alone() -> None:
     train_alike(ours, theirs)
 
 
-@on_ranks()
-def test_a_list_of_modules_is_one_unit() -> None:
-    ours, theirs = made(), made()
-    listed = [ours.norm, ours.head]
-    assert fully_shard(listed) is listed
-    fully_shard(ours)
-    fsdp2([theirs.norm, theirs.head])
-    fsdp2(theirs)
-    assert _calls(ours) == [[""], ["norm", "head"]]
-    train_alike(ours, theirs)
-
-
 def test_wrong_arguments_are_refused(fake_world: Callable[..., Any]) -> None:
     first = nn.Linear(4, 4)
     wrong: list[tuple[Any, dict[str, Any], str]] = [
@@ -245,12 +233,6 @@ def test_strategies_are_meshes_and_reshard_after_forward(
             assert group._reshard_after_forward is reshards
 
 
-@pytest.mark.parametrize("strategy", [ShardingStrategy.NO_SHARD, ShardingStrategy.SHARD_GRAD_OP])
-@on_ranks()
-def test_strategies_train_as_one_process(strategy: ShardingStrategy) -> None:
-    train_near_one_process(fully_shard(made(), sharding_strategy=strategy), made())
-
-
 @on_ranks(world_size=4)
 def test_hybrid_sharding_trains_as_torchs() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
@@ -314,16 +296,6 @@ def test_ignored_parameters_are_neither_sharded_nor_averaged() -> None:
     grads = [torch.zeros_like(kept) for _ in range(dist.get_world_size())]
     dist.all_gather(grads, kept.grad)
     assert not torch.equal(*grads)
-
-
-@on_ranks()
-def test_reductions_may_have_a_group_of_their_own() -> None:
-    ours, theirs = fully_shard(made(), separate_reduce_group=True), _by_hand(made())
-    groups = [g for m in ours.modules() if isinstance(m, FSDPModule) for g in fsdp2.state(m)._fsdp_param_groups]  # type: ignore[attr-defined]
-    separate = {group.mesh_info.reduce_scatter_process_group for group in groups}
-    assert len(separate) == 1
-    assert None not in separate
-    train_alike(ours, theirs)
 
 
 def _device(device: Any) -> bool:

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -14,7 +13,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor
 
 import fsdp_compile
-from fsdp_compile import ConfigError, fully_shard, units
+from fsdp_compile import fully_shard, units
 from tests import long
 from tests.ranks import on_ranks
 from tests.two_sides import Run, WithOneProcess, close
@@ -66,21 +65,6 @@ def test_a_list_of_one_is_one_unit_and_is_not_split(fake_world: Callable[..., An
         model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(3)])
         fully_shard([model])
         assert [isinstance(part, FSDPModule) for part in model.modules()] == [True, *[False] * 9]
-
-
-def test_wrong_lists_are_refused(fake_world: Callable[..., Any]) -> None:
-    with fake_world(2):
-        first, second = nn.Linear(4, 4), nn.Linear(4, 4)
-        with pytest.raises(ConfigError, match="the list is empty"):
-            fully_shard([])
-        with pytest.raises(ConfigError, match=r"int is not a torch.nn.Module"):
-            fully_shard([first, 3])  # type: ignore[type-var]
-        with pytest.raises(ConfigError, match="a wrap policy would choose others"):
-            fully_shard([first, second], auto_wrap_policy=lambda *_, **__: True)
-        fully_shard(first)
-        with pytest.raises(AssertionError, match="can only be applied to a module once"):  # FSDP2's own
-            fully_shard([second, first])
-        assert type(second) is nn.Linear
 
 
 def _shard(model: Any) -> None:

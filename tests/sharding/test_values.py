@@ -19,7 +19,7 @@ from fsdp_compile.sharding import fully_shard as front
 from fsdp_compile.sharding.fully_shard import fully_shard
 from fsdp_compile.sharding.materialize import materialize
 from tests.ranks import on_ranks, run_ranks
-from tests.sharding.models import Block, Model, full, made, same, train_alike, train_near_one_process
+from tests.sharding.models import Block, Model, full, made, same, train_near_one_process
 
 
 class _Frequencies(nn.Module):
@@ -199,18 +199,6 @@ def test_initializations_that_leave_something_are_refused(fake_world: Callable[.
             bare.weight = nn.Parameter(torch.empty(4))
         with pytest.raises(ConfigError, match="no reset_parameters"):
             materialize(fully_shard(bare))
-
-
-@on_ranks()
-def test_it_trains_as_a_model_that_was_never_on_meta() -> None:
-    with torch.device("meta"):
-        model = _Module()
-    torch.manual_seed(7)
-    fully_shard(model, param_init_fn=_reset)
-    other = _Module()
-    torch.manual_seed(7)
-    other.apply(_reset)
-    train_alike(model, fully_shard(other))
 
 
 def _in_memory() -> list[nn.Parameter]:

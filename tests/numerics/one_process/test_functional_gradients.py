@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any, Final
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.autograd import functional
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile import UnsupportedModelError, step_in_backward
+from fsdp_compile import UnsupportedModelError, fully_shard, step_in_backward
 from tests.models.outlines import Small
 from tests.ranks import on_ranks
-from tests.two_sides import Run, WithOneProcess, close, loss_of
+from tests.two_sides import Run, WithOneProcess, close, loss_of, share
 
 Model = Callable[[torch.Tensor], torch.Tensor]
 HOW: Final = pytest.mark.parametrize("how", [Run.PLAIN, Run.SHARDED], ids=lambda how: how.value)
@@ -123,3 +126,17 @@ def test_some_gradients_alone_are_those_of_a_backward_that_drops_the_others(how:
         if not name.startswith("up."):
             parameter.grad = None
     pair.compare()
+
+
+@pytest.mark.parametrize(("param_dtype", "bound"), [(None, 1e-5), (torch.bfloat16, 1e-1)], ids=["stored", "cast"])
+@on_ranks()
+def test_gradient_of_the_input(param_dtype: torch.dtype | None, bound: float) -> None:
+    shard = functools.partial(fully_shard, mp_policy=MixedPrecisionPolicy(param_dtype))
+    pair = WithOneProcess(Small, shard=shard, rows=4)
+    mine, theirs = (batch.clone().requires_grad_() for batch in pair.next_batch())
+    loss_of(pair.call(mine)).backward()
+    loss_of(pair.reference(theirs)).backward()
+    assert mine.grad is not None
+    assert theirs.grad is not None
+    difference = (mine.grad / dist.get_world_size() - share(theirs.grad)).abs().max()
+    assert difference / theirs.grad.abs().max() < bound

@@ -11,8 +11,8 @@ from torch import nn
 from tests import long
 from tests.models.kinds import Slim
 from tests.numerics.one_process.measure import gradient_difference
-from tests.ranks import on_ranks, run_ranks
-from tests.two_sides import WithOneProcess, share, whole
+from tests.ranks import run_ranks
+from tests.two_sides import WithOneProcess, share
 
 
 class _Squares(Slim):
@@ -66,13 +66,3 @@ def test_a_penalty_over_parameters_is_one_of_full_parameters(make: Callable[[], 
     for gradient, inference in run_ranks(_differences, make):
         assert gradient < 1e-5
         assert inference < 1e-6
-
-
-@on_ranks()
-def test_a_penalty_outside_of_the_forward_is_made_whole() -> None:
-    """As docs/limits.md says to write it."""
-    pair = WithOneProcess(Slim, shape=32, rows=4)
-    for model, loss in zip(pair, pair.losses(), strict=True):
-        penalty = whole(torch.stack([p.square().sum() for p in model.parameters()]).sum())
-        (loss + 0.1 * penalty).backward()
-    assert gradient_difference(*pair) < 1e-5

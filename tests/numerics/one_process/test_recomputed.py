@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
-from torch.utils.checkpoint import CheckpointError, checkpoint
+from torch.utils.checkpoint import checkpoint
 
 import fsdp_compile
 from fsdp_compile import fully_shard
@@ -86,53 +85,6 @@ def test_a_checkpointed_batch_norm_updates_its_statistics_as_often_as_torch_comp
     for model, expected in ((mine, once), (fsdp2, twice)):
         for name, buffer in model.named_buffers():
             close(buffer.float(), expected[name].float(), name)
-
-
-class _Hidden(nn.Module):
-    """Checkpointed by hooks, at which Dynamo's graphs break."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.down(self.up(x).relu())
-        return out
-
-
-class _Hooked(nn.Module):
-    """Two of them and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.head = nn.ModuleList(_Hidden() for _ in range(2)), nn.Linear(6, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        out: torch.Tensor = self.head(x)
-        return out
-
-
-@on_ranks()
-def test_composable_checkpointing_repeats_outside_of_compiled_code_which_torch_refuses() -> None:
-    """Also without sharding."""
-    torch.manual_seed(0)
-    eager = _Hooked()
-    mine = copy.deepcopy(eager)
-    plain = copy.deepcopy(eager)
-    for layer in (*mine.layers, *plain.layers):
-        composable_checkpoint(layer)
-    for layer in mine.layers:
-        fully_shard(layer, reshard_after_forward=False)
-    compiled = compile_eagerly(fully_shard(mine))
-    batch, share = _batch()
-    loss_of(mine(share)).backward()
-    loss_of(eager(batch)).backward()
-    compare_gradients(mine, eager)
-    for call in (torch.compile(plain, backend="aot_eager"), compiled):
-        with pytest.raises(CheckpointError):
-            loss_of(call(share)).backward()
 
 
 class _Attends(nn.Module):

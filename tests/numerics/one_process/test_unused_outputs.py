@@ -43,7 +43,7 @@ def _of(used: slice) -> Loss:
     return lambda call, batch: _loss(*call(batch)[used])
 
 
-LEFT, BOTH = _of(slice(0, 1)), _of(slice(0, 2))
+LEFT, RIGHT, BOTH = _of(slice(0, 1)), _of(slice(1, 2)), _of(slice(0, 2))
 
 
 def _decayed(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -64,9 +64,10 @@ def _each_head(model: Any) -> None:
 @pytest.mark.parametrize("lower", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
 @on_ranks()
 def test_a_head_whose_output_is_unused_has_none_as_in_one_process(lower: str) -> None:
-    pair = _heads(optimizer=_decayed, lower=lower)
-    for loss in (BOTH, LEFT, LEFT, BOTH):
-        pair.train(steps=1, loss=loss)
+    for how, shard in ((Run.PLAIN, fully_shard), (Run.SHARDED, _each_head)):  # one unit, and three
+        pair = _heads(how, shard=shard, optimizer=_decayed, lower=lower)
+        for loss in (BOTH, LEFT, LEFT, RIGHT, BOTH):
+            pair.train(steps=1, loss=loss)
 
 
 def _penalty(model: nn.Module) -> torch.Tensor:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,51 +11,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import fully_shard
-from tests import long
 from tests.models.kinds import Slim
-from tests.numerics.one_process.measure import batches, parameter_difference
+from tests.numerics.one_process.measure import batches
 from tests.ranks import on_ranks, run_ranks
-from tests.two_sides import Run, WithOneProcess, loss_of
-
-Step = Callable[[nn.Module, torch.optim.Optimizer, torch.Tensor], torch.Tensor]
-
-
-def _loss_inside(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> torch.Tensor:
-    def forward_and_loss(x: torch.Tensor) -> torch.Tensor:
-        return loss_of(model(x))
-
-    compiled = torch.compile(forward_and_loss, backend="fsdp", options={"lower": "eager"})
-    loss = compiled(batch)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
-
-
-@torch.compile(backend="fsdp", options={"lower": "eager"})
-def _all_inside(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> torch.Tensor:
-    loss = loss_of(model(batch))
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
-
-
-@pytest.mark.core
-@long.parametrize("step", [_loss_inside, _all_inside], always=[_all_inside])
-@on_ranks()
-def test_steps_that_are_compiled_with_more_than_the_model(step: Step) -> None:
-    """The largest difference of a parameter from one process after three steps."""
-    momentum = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-    pair = WithOneProcess(Slim, Run.EAGER, optimizer=momentum, shape=32, rows=4)
-    optimizer, other = pair.optimizers[0]
-    for _ in range(3):
-        mine, batch = pair.next_batch()
-        step(pair.model, optimizer, mine)
-        loss_of(pair.reference(batch)).backward()
-        other.step()
-        other.zero_grad()
-    assert parameter_difference(*pair) < 1e-5
+from tests.two_sides import loss_of
 
 
 class _Normalized(nn.Module):
