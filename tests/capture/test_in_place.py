@@ -21,11 +21,6 @@ from tests.two_sides import Run, WithOneProcess, loss_of
 IN_PLACE = {"backend": "fsdp", "options": {"lower": "eager"}}
 
 
-def _encoder() -> nn.Module:
-    layer = nn.TransformerEncoderLayer(WIDTH // 4, 2, WIDTH, dropout=0.0, batch_first=True)
-    return nn.Sequential(nn.Unflatten(1, (4, WIDTH // 4)), layer, nn.Flatten(1))
-
-
 class _Head(nn.Module):
     """Has a part that another one has, too."""
 
@@ -67,24 +62,6 @@ def _each_part(model: nn.Module) -> list[nn.Module]:
 def _heads(model: nn.Module) -> list[nn.Module]:
     assert isinstance(model, _TwoHeads)
     return [model.a, model.b]
-
-
-def _linear() -> nn.Module:
-    return nn.Linear(WIDTH, WIDTH)
-
-
-def _sequential() -> nn.Module:
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
-
-
-@pytest.mark.core
-@long.parametrize(
-    ("make", "parts"),
-    [(_linear, _all_of_it), (_sequential, _all_of_it), (_encoder, _all_of_it), (Stack, _each_part)],
-    always=[(_sequential, _all_of_it)],
-)
-def test_it_trains_as_one_process(make: Callable[[], nn.Module], parts: Callable[[nn.Module], list[nn.Module]]) -> None:
-    run_ranks(_train, make, Run.EAGER, parts)
 
 
 @pytest.mark.core

@@ -19,33 +19,7 @@ from tests.models.kinds import WIDTH, Stack
 from tests.ranks import on_ranks
 from tests.two_sides import Run, WithOneProcess, close, compile_eagerly, loss_of
 
-
-class Recurrent(nn.Module):
-    """Dynamo leaves its forward to Python."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.LSTM(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.cell(x)[0]
-
-
 Call = Callable[[torch.Tensor], torch.Tensor]
-
-
-def _module() -> tuple[Call, nn.Module]:
-    model = Recurrent()
-    return compile_eagerly(model), model
-
-
-def _torchs_module() -> tuple[Call, nn.Module]:
-    cell = nn.LSTM(WIDTH, WIDTH)
-    compiled: Any = compile_eagerly(cell)
-    return lambda x: compiled(x)[0], cell
-
-
-REACHED: dict[str, Callable[[], tuple[Call, nn.Module]]] = {"module": _module, "module-of-torch": _torchs_module}
 
 
 def _train(call: Call, model: nn.Module, reference: nn.Module) -> None:
@@ -66,33 +40,6 @@ def _train(call: Call, model: nn.Module, reference: nn.Module) -> None:
                 theirs.sub_(0.1 * theirs.grad)
         model.zero_grad()
         reference.zero_grad()
-
-
-@pytest.mark.core
-@long.parametrize("way", REACHED, always=["module"])
-@on_ranks()
-def test_its_training_is_that_of_one_process(way: str) -> None:
-    """Trains two models of one class, one after the other."""
-    for _ in range(2):
-        torch.manual_seed(0)
-        call, model = REACHED[way]()
-        _train(call, model, copy.deepcopy(model))
-
-
-@pytest.mark.parametrize("advice", ["fully_shard", "compile-the-model"])
-@on_ranks()
-def test_functions_that_are_left_to_python(advice: str) -> None:
-    """What docs/limits.md says to write around a function whose model Dynamo leaves to Python."""
-    torch.manual_seed(0)
-    model = nn.LSTM(WIDTH, WIDTH)
-    reference = copy.deepcopy(model)
-    if advice == "fully_shard":
-        fully_shard(model)
-        call = compile_eagerly(lambda x: model(x)[0])
-    else:
-        compiled: Any = compile_eagerly(model)
-        call = lambda x: compiled(x)[0]  # noqa: E731  as users write it
-    _train(call, model, reference)
 
 
 @pytest.mark.long

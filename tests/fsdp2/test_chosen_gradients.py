@@ -40,20 +40,6 @@ def _losses(pair: WithOneProcess) -> tuple[torch.Tensor, torch.Tensor]:
 
 @HOW
 @on_ranks()
-def test_a_backward_accumulates_what_it_is_asked_for(how: Run) -> None:
-    pair = WithOneProcess(_Branches, how)
-    pair.backward()
-    for _ in range(2):
-        loss, expected = _losses(pair)
-        loss.backward(inputs=_chosen(pair.model))
-        expected.backward(inputs=_chosen(pair.reference))
-        pair.compare()
-    pair.backward()
-    pair.compare()
-
-
-@HOW
-@on_ranks()
 def test_gradients_are_returned_and_not_accumulated(how: Run) -> None:
     pair = WithOneProcess(_Branches, how)
     pair.call(torch.ones(2, 6))
@@ -70,21 +56,6 @@ def test_gradients_are_returned_and_not_accumulated(how: Run) -> None:
         with pytest.raises(RuntimeError, match="not have been used"):
             torch.autograd.grad(of, unused, retain_graph=True)
     assert not any(p.grad is not None for p in pair.model.parameters())
-
-
-@HOW
-@on_ranks()
-def test_inputs_of_the_model_may_be_among_them(how: Run) -> None:
-    pair = WithOneProcess(Small, how)
-    pair.call(torch.ones(2, 6))
-    found = []
-    for model, call in pair.called():
-        x = torch.linspace(-1, 1, 12).reshape(2, 6).requires_grad_()
-        loss_of(call(x)).backward(inputs=[_chosen(model)[0], x])
-        found.append(x.grad)
-    assert found[0] is not None
-    close(found[0], found[1], "gradient of the input")
-    pair.compare()
 
 
 def _penalty(model: nn.Module) -> torch.Tensor:

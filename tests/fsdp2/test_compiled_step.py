@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import nn, optim
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import fully_shard
-from torch.profiler import ProfilerActivity, profile
 
 from fsdp_compile.backend import fsdp
 from fsdp_compile.errors import RankFailedError, UnsupportedModelError
@@ -138,32 +137,6 @@ def test_a_compiled_function_does_not_go_on_with_the_parameters_before_a_convers
     model(embedding.bfloat16())
     loss_of(call(embedding)).backward()
     assert {p.grad.dtype for p in model.parameters()} == {torch.bfloat16}
-
-
-@on_ranks()
-def test_a_batch_of_gradients_goes_one_by_one() -> None:
-    model = _sharded()
-    compiled = compile_eagerly(model)
-    x = _input().requires_grad_()
-    output = compiled(x)
-    several = torch.eye(output.numel()).reshape(-1, *output.shape)
-    (batched,) = torch.autograd.grad(output, x, several, is_grads_batched=True, retain_graph=True)
-    for gradient, expected in zip(several, batched, strict=True):
-        (one,) = torch.autograd.grad(output, x, gradient, retain_graph=True)
-        assert torch.equal(one, expected)
-
-
-@pytest.mark.parametrize("lower", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
-@on_ranks()
-def test_collectives_have_ranges_in_a_profile(lower: str) -> None:
-    model = _sharded()
-    compiled = torch.compile(model, backend=fsdp, options={"lower": lower})
-    loss_of(compiled(_input())).backward()
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        loss_of(compiled(_input())).backward()
-    names = {event.key for event in profiler.key_averages() if event.key.startswith("FSDP::")}
-    assert any("all_gather" in name and "blocks.0" in name for name in names), names
-    assert any("reduce" in name and "blocks.1" in name for name in names), names
 
 
 def _failed() -> None:

@@ -176,13 +176,3 @@ def of_a_graph_that_is_kept() -> None:
         loss.backward(retain_graph=True)
         loss.backward()
     pair.compare_gradients()
-
-
-@case("gradients")
-def with_saved_tensors_elsewhere() -> None:
-    pair = pair_of()
-    with torch.autograd.graph.save_on_cpu():
-        loss = cross_entropy(pair.compiled(), batch(0))
-    loss.backward()
-    cross_entropy(pair.reference, batch(0)).backward()
-    pair.compare_gradients()

@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
@@ -119,23 +118,6 @@ def test_updates_inside_of_a_graph_are_refused_with_their_line(make: Callable[[]
     assert "changes a gathered parameter in place" in error.what
     assert line in (error.where or "")
     assert "between steps" in (error.instead or "")
-
-
-@pytest.mark.core
-@long.parametrize("name", ["recurrent", "recurrent-first"], always=["recurrent-first"])
-@on_ranks()
-def test_a_model_that_dynamo_leaves_to_python_is_sharded_and_trains(name: str) -> None:
-    """Up to torch 2.13 it leaves each forward with recurrent layers; later it compiles what comes before them."""
-    model = KINDS[name]()
-    reference = copy.deepcopy(model)
-    compiled = torch.compile(model, backend="fsdp", options={"lower": "eager"})
-    (batch,) = batches(1, 8)
-    loss_of(compiled(batch.chunk(2)[dist.get_rank()])).backward()
-    loss_of(reference(batch)).backward()
-    for each in (model, reference):
-        torch.optim.SGD(each.parameters(), lr=0.1).step()
-    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(mine.full_tensor(), theirs)  # type: ignore[attr-defined]
 
 
 @pytest.mark.long
