@@ -24,6 +24,7 @@ from fsdp_compile.cost.memory import Holder
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.fsdp2.updates import refuse_whole_gradients
 from fsdp_compile.optim.step_in_backward import step_in_backward
+from tests import long
 from tests.fake_world import fake_world
 from tests.models.kinds import WIDTH, Slim
 from tests.ranks import on_ranks, run_ranks
@@ -232,13 +233,11 @@ def _bits(name: str) -> list[str]:
     return differing
 
 
-@pytest.mark.parametrize("name", [n for n in CASES if n not in ("gradients of inputs", "not the last backward")])
+ALWAYS = ("uncompiled", "graph break", "used twice in two graphs", "microbatches", "gradients of inputs", "thawed")
+
+
+@long.parametrize("name", CASES, always=ALWAYS)
 def test_the_bits_are_those_of_a_step_after_backward(name: str) -> None:
-    assert run_ranks(_bits, name) == [[], []]
-
-
-@pytest.mark.parametrize("name", ["gradients of inputs", "not the last backward"])
-def test_what_accumulates_is_updated_once(name: str) -> None:
     assert run_ranks(_bits, name) == [[], []]
 
 
