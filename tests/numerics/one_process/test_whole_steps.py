@@ -1,4 +1,4 @@
-"""A loss inside of what is compiled, a whole training step compiled, and batch norm with its running statistics."""
+"""Whole training steps compiled, batch norm with its running statistics, and parts by themselves."""
 
 from __future__ import annotations
 
@@ -12,9 +12,34 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile import fully_shard
 from tests.models.kinds import Slim
+from tests.models.outlines import Small
 from tests.numerics.one_process.measure import batches
 from tests.ranks import on_ranks, run_ranks
-from tests.two_sides import loss_of
+from tests.two_sides import WithOneProcess, close, compile_eagerly, loss_of
+
+
+def _step_of(model: nn.Module, batch: torch.Tensor, optimizer: torch.optim.Optimizer, *, clip: bool) -> torch.Tensor:
+    model.zero_grad()
+    loss_of(model(batch)).backward()
+    missing = torch.tensor(sum(p.grad is None for p in model.parameters()))
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1) if clip else missing
+    optimizer.step()
+    return norm + missing
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@on_ranks()
+def test_it_trains_as_one_process(*, dynamic: bool | None) -> None:
+    pair = WithOneProcess(Small, optimizer=lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9))
+    mine, theirs = pair.optimizers[0]
+    # Torch's clipping of sharded parameters cannot be traced with `dynamic=True`.
+    step = compile_eagerly(_step_of, dynamic=dynamic)
+    for number in range(3):
+        pair.rows = 2 + number
+        share, batch = pair.next_batch()
+        norm = step(pair.model, share, mine, clip=not dynamic)
+        close(norm, _step_of(pair.reference, batch, theirs, clip=not dynamic), "norm")
+        pair.compare()
 
 
 class _Normalized(nn.Module):
