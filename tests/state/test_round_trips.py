@@ -1,12 +1,10 @@
-"""State of model and optimizer, saved and loaded by torch's own functions: every value comes back bit for bit.
-
-With 0-d, uneven, tied, bfloat16 and frozen parameters, in several groups; and training goes on as if nothing had been.
-"""
+"""State of model and optimizer that is saved is loaded bit for bit, also by another layout, and training goes on."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +21,9 @@ from torch.distributed.tensor import DTensor
 from fsdp_compile import flat_step, fully_shard, whole_step
 from tests import long
 from tests.models.outlines import MixedKinds
-from tests.ranks import on_ranks
+from tests.pairwise import covering, pairs, pairs_of
+from tests.ranks import on_ranks, run_ranks
+from tests.state.drawn import AXES, contradictions, load, save, world
 from tests.state.optim_models import all_values, assert_same, train
 
 OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
@@ -90,3 +90,19 @@ def test_states_come_back_bit_for_bit(name: str, kind: str) -> None:
         train(each, own, 2)
     _assert_in_place(resumed, resumed_optimizer)
     assert_same(all_values(resumed, resumed_optimizer), all_values(model, optimizer))
+
+
+ROWS = covering(AXES, contradictions())
+WORLDS = sorted({(world(row), world(row, " then")) for row in ROWS})
+
+
+def test_every_two_values_are_in_a_row_or_contradict_each_other() -> None:
+    assert set().union(*map(pairs_of, ROWS)) == pairs(AXES) - contradictions()
+
+
+@long.parametrize("worlds", WORLDS, always=[(2, 4)])
+def test_what_is_saved_is_loaded_by_another_layout(worlds: tuple[int, int], tmp_path: Path) -> None:
+    rows = [row for row in ROWS if (world(row), world(row, " then")) == worlds]
+    saved, *_ = run_ranks(save, rows, tmp_path, world_size=worlds[0])
+    ends = run_ranks(load, rows, tmp_path, saved, world_size=worlds[1])
+    assert [(row, said) for row, *said in zip(rows, *ends, strict=True) if any(said)] == []
