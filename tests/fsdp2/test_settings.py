@@ -31,7 +31,8 @@ def _set(model: Any, **settings: Any) -> None:
         module._get_fsdp_state()._fsdp_compile_settings = types.SimpleNamespace(**settings)
 
 
-def _in_eval() -> list[bool]:
+@on_ranks()
+def test_full_precision_in_eval() -> None:
     model, full, low = sharded(mp_policy=BF16), sharded(), sharded(mp_policy=BF16)
     _set(model, full_precision_in_eval=True)
     call, x = compile_eagerly(model, fullgraph=True, reduce_layout="fsdp2"), torch.randn(3, 16)
@@ -44,11 +45,9 @@ def _in_eval() -> list[bool]:
     call(x).sum().backward()
     full(x).sum().backward()
     both: Any = zip(model.parameters(), full.parameters(), strict=True)
-    return [*found, *(torch.allclose(p.grad.to_local(), q.grad.to_local()) for p, q in both if q.grad is not None)]
-
-
-def test_full_precision_in_eval() -> None:
-    assert run_ranks(_in_eval) == [[True] * 9] * 2
+    assert (
+        [*found, *(torch.allclose(p.grad.to_local(), q.grad.to_local()) for p, q in both if q.grad is not None)]
+    ) == [True] * 9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,18 +128,15 @@ def test_no_gather_in_backward() -> None:
     pair.train()
 
 
-def _after_an_event() -> list[str]:
+@on_ranks()
+def test_gathers_wait_for_the_optimizers_event() -> None:
     pair = pair_of(fullgraph=True)
     pair.train()
     calls: list[str] = []
     event: Any = types.SimpleNamespace(wait=lambda: calls.append("wait"))
     pair.model.set_post_optim_event(event)
     pair.train()
-    return calls
-
-
-def test_gathers_wait_for_the_optimizers_event() -> None:
-    assert run_ranks(_after_an_event) == [["wait"]] * 2
+    assert calls == ["wait"]
 
 
 if hasattr(FSDPModule, "reset_iter_state"):  # since torch 2.12
@@ -185,7 +181,8 @@ def test_compiled(*, is_own: bool, micro_batches: int) -> None:
     assert count.calls == (6 if is_own else 0)  # units times steps
 
 
-def _after_a_step() -> int:
+@on_ranks()
+def test_after_a_step() -> None:
     """One that is registered after compiled steps counts from the next one on."""
     pair, count = pair_of(fullgraph=True), _Count()
     pair.train(steps=1)
@@ -193,11 +190,7 @@ def _after_a_step() -> int:
     pair.train(steps=1)
     with pytest.raises(ConfigError, match="has a communication hook already"):
         register_comm_hook(pair.model, _average, count)
-    return count.calls
-
-
-def test_after_a_step() -> None:
-    assert run_ranks(_after_a_step) == [3, 3]
+    assert count.calls == 3
 
 
 class _Gather(DefaultAllGather):
@@ -253,7 +246,7 @@ def _trained_of_custom_communication(name: str) -> tuple[list[bool], int]:
 def test_such_a_unit_goes_by_hooks(name: str) -> None:
     by_hooks, count = run_ranks(_trained_of_custom_communication, name)[0]
     assert by_hooks == [False, True, False]
-    assert (count >= 2) == (name in ("gather", "scatter", "hook"))
+    assert count >= 2 == (name in ("gather", "scatter", "hook"))
 
 
 @on_ranks()
@@ -264,14 +257,11 @@ def test_a_hook_is_set_after_compiled_steps() -> None:
     pair.train()
 
 
-def _in_one_graph() -> str:
+@on_ranks()
+def test_one_graph_is_refused_by_name() -> None:
     pair = pair_of(fullgraph=True)
     pair.model.layers[0].set_all_reduce_hook(functools.partial(_hook, calls=[]))
     with pytest.raises(Exception, match=r"FSDP2's hooks gather unit 'layers.0': set_all_reduce_hook") as caught:
         pair.call(torch.randn(3, 16))
     dist.barrier()
-    return type(caught.value).__name__
-
-
-def test_one_graph_is_refused_by_name() -> None:
-    assert run_ranks(_in_one_graph) == ["Unsupported"] * 2
+    assert type(caught.value).__name__ == "Unsupported"

@@ -71,20 +71,20 @@ def test_every_rank_names_both_ranks_and_where_they_part(make: type[nn.Module], 
     assert "must not depend on a rank's number or data" in messages[0]
 
 
-def _looks_up_alone() -> int:
+@on_ranks(timeout_s=60)
+def test_ranks_may_look_up_different_numbers_of_rows() -> None:
     """Rank 1 looks up other numbers of rows than rank 0."""
     words = nn.Sequential(nn.Embedding(12, 32), nn.Linear(32, 12))
     compiled = torch.compile(words, backend="fsdp", dynamic=False, options={"lower": "eager", "embedding": "sharded"})
     for rows in (4, 4, 4) if dist.get_rank() == 0 else (4, 3, 5):
         compiled(torch.arange(rows)).square().mean().backward()
-    return len(words)
+    assert len(words) == 2
 
 
-def test_ranks_may_look_up_different_numbers_of_rows() -> None:
-    assert run_ranks(_looks_up_alone, timeout_s=60) == [2, 2]
-
-
-def _recompiles_alone() -> int:
+@pytest.mark.long
+@pytest.mark.core
+@on_ranks(timeout_s=60)
+def test_a_rank_that_recompiles_alone_waits_for_nobody() -> None:
     """Rank 1 meets other batch sizes than rank 0, and evaluates at another time of its life."""
     model = Slim()
     compiled = torch.compile(model, backend="fsdp", dynamic=False, options={"lower": "eager"})
@@ -92,13 +92,7 @@ def _recompiles_alone() -> int:
     for rows in (4, 4, 4, 4) if dist.get_rank() == 0 else (4, 3, 5, 4):
         loss_of(compiled(torch.ones(rows, 32))).backward()
         steps += 1
-    return steps
-
-
-@pytest.mark.long
-@pytest.mark.core
-def test_a_rank_that_recompiles_alone_waits_for_nobody() -> None:
-    assert run_ranks(_recompiles_alone, timeout_s=60) == [4, 4]
+    assert steps == 4
 
 
 class _Wide(nn.Module):
@@ -288,7 +282,9 @@ def test_plans_that_promise_something_for_their_sizes_are_not_changed() -> None:
     assert "options={'prefetch': 1}" in message
 
 
-def _experts() -> int:
+@pytest.mark.core
+@on_ranks(timeout_s=100)
+def test_a_graph_that_layers_share_may_have_the_names_of_another_layer() -> None:
     """Rank 1 compiles its second layer again, for its rows; the other ranks share the first layer's graph."""
     experts = [nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(2)]
     model = nn.ModuleDict({"experts": nn.ModuleList(experts)})
@@ -299,12 +295,7 @@ def _experts() -> int:
     for _ in range(2):
         first, second = (expert(part) for expert, part in zip(experts, torch.ones(8, 32).split(rows), strict=True))
         loss_of(torch.cat([first, second])).backward()
-    return sum(p.grad is not None for p in model.parameters())
-
-
-@pytest.mark.core
-def test_a_graph_that_layers_share_may_have_the_names_of_another_layer() -> None:
-    assert run_ranks(_experts, timeout_s=100) == [4, 4]
+    assert sum(p.grad is not None for p in model.parameters()) == 4
 
 
 def _message_on_a_mesh() -> str:
@@ -354,7 +345,9 @@ def test_who_would_wait_for_a_rank_that_refuses_hears_why_and_may_try_again(mesh
     assert {made for _, made in (*others, last)} == {len(list(Slim().parameters()))}
 
 
-def _refuses_alone_and_goes_on() -> int:
+@pytest.mark.long
+@on_ranks(timeout_s=100)
+def test_a_rank_that_is_refused_alone_goes_on_with_the_graphs_that_it_has() -> None:
     """Rank 1 is refused another graph of a model that it has one of; later, all ranks compile another model."""
     mesh = init_device_mesh("cpu", (2,))
     model = fully_shard(Slim(), mesh=mesh)
@@ -367,12 +360,7 @@ def _refuses_alone_and_goes_on() -> int:
             torch.compile(model, backend="fsdp", options=too_small)(torch.ones(4, 32))
     loss_of(compiled(torch.ones(4, 32))).backward()
     other = fully_shard(nn.Linear(32, 7), mesh=mesh)
-    return len(torch.compile(other, backend="fsdp", options=options)(torch.ones(4, 32)))
-
-
-@pytest.mark.long
-def test_a_rank_that_is_refused_alone_goes_on_with_the_graphs_that_it_has() -> None:
-    assert run_ranks(_refuses_alone_and_goes_on, timeout_s=100) == [4, 4]
+    assert len(torch.compile(other, backend="fsdp", options=options)(torch.ones(4, 32))) == 4
 
 
 class _Expert(nn.Sequential):

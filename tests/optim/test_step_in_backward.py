@@ -27,7 +27,7 @@ from fsdp_compile.optim.step_in_backward import step_in_backward
 from tests import long
 from tests.fake_world import fake_world
 from tests.models.kinds import WIDTH, Slim
-from tests.ranks import on_ranks, run_ranks
+from tests.ranks import on_ranks
 from tests.two_sides import loss_of
 
 MOMENTUM = functools.partial(optim.SGD, lr=0.1, momentum=0.9)
@@ -195,6 +195,9 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Step, bool]] = {
 }
 
 
+ALWAYS = ("uncompiled", "graph break", "used twice in two graphs", "microbatches", "gradients of inputs", "thawed")
+
+
 def _train(name: str, *, in_backward: bool) -> tuple[nn.Module, optim.Optimizer]:
     make, run, is_compiled = CASES[name]
     torch._dynamo.reset()
@@ -216,7 +219,9 @@ def _train(name: str, *, in_backward: bool) -> tuple[nn.Module, optim.Optimizer]
     return model, optimizer
 
 
-def _bits(name: str) -> list[str]:
+@long.parametrize("name", CASES, always=ALWAYS)
+@on_ranks()
+def test_the_bits_are_those_of_a_step_after_backward(name: str) -> None:
     (mine, stepped), (theirs, after) = _train(name, in_backward=True), _train(name, in_backward=False)
     differing = [
         n
@@ -230,15 +235,7 @@ def _bits(name: str) -> list[str]:
         differing += [
             f"{index} {key}" for key, v in state.items() if not torch.equal(_local(one["state"][index][key]), _local(v))
         ]
-    return differing
-
-
-ALWAYS = ("uncompiled", "graph break", "used twice in two graphs", "microbatches", "gradients of inputs", "thawed")
-
-
-@long.parametrize("name", CASES, always=ALWAYS)
-def test_the_bits_are_those_of_a_step_after_backward(name: str) -> None:
-    assert run_ranks(_bits, name) == [[], []]
+    assert differing == []
 
 
 @on_ranks()
@@ -296,7 +293,7 @@ def test_a_parameter_without_an_updater_keeps_its_gradient() -> None:
     loss_of(_compiled(model)(_input())).backward()
     loss_of(plain(_input())).backward()
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        assert (p.grad is None) == (p.dim() > 1)
+        assert p.grad is None == (p.dim() > 1)
         expected = _local(q.grad)
         assert (
             torch.equal(_local(p.grad), expected)

@@ -221,7 +221,9 @@ EVALUATED: dict[str, tuple[Callable[[Any], Any], bool]] = {
 """What is in eval mode, and whether the optimizer steps in backward."""
 
 
-def _accumulated_in_eval(name: str) -> tuple[int, bool]:
+@pytest.mark.parametrize("name", EVALUATED)
+@on_ranks()
+def test_gradients_accumulate_in_eval_mode_as_in_training(name: str) -> None:
     """Updates under `no_sync`, and whether a gradient is in a parameter's `.grad` there, of training in eval mode."""
     evaluate, in_backward = EVALUATED[name]
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -254,15 +256,11 @@ def _accumulated_in_eval(name: str) -> tuple[int, bool]:
             optimizer.zero_grad()
         for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(mine.full_tensor(), theirs, rtol=1e-4, atol=1e-6)
-    return updates, is_filled
+    assert (updates, is_filled) == (0, False)
 
 
-@pytest.mark.parametrize("name", EVALUATED)
-def test_gradients_accumulate_in_eval_mode_as_in_training(name: str) -> None:
-    assert run_ranks(_accumulated_in_eval, name) == [(0, False)] * 2
-
-
-def _large_in_eval() -> list[float]:
+@on_ranks()
+def test_a_hook_compresses_no_sums_of_microbatches_in_eval_mode() -> None:
     """A gradient of three microbatches of 257, which bfloat16 rounds to 256, and one of 1."""
     model = nn.Linear(1, 4, bias=False)
     fully_shard(model, mp_policy=MixedPrecision(reduce_dtype=torch.float32, full_precision_in_eval=True))
@@ -274,11 +272,7 @@ def _large_in_eval() -> list[float]:
             run(torch.full((1, 1), value)).sum().backward()
     run(torch.ones(1, 1)).sum().backward()
     assert isinstance(model.weight.grad, DTensor)
-    return model.weight.grad.full_tensor().flatten().tolist()
-
-
-def test_a_hook_compresses_no_sums_of_microbatches_in_eval_mode() -> None:
-    assert run_ranks(_large_in_eval) == [[772.0] * 4] * 2
+    assert model.weight.grad.full_tensor().flatten().tolist() == [772.0] * 4
 
 
 def _low_in_eval() -> torch.dtype:

@@ -173,7 +173,8 @@ def test_two_ranks_train_to_the_bits_of_gathered_tables(name: str) -> None:
     assert all(torch.equal(one, other) for one, other in pairs)
 
 
-def _budgets() -> list[bool]:
+@on_ranks()
+def test_budgets_change_no_bit_where_the_root_has_the_table() -> None:
     """Whether the least budget that an error names, and a larger one, change no bit."""
     too_small = Case(prepare=_by_hand, options={"memory_budget_gb": 1e-9})
     with pytest.raises(Exception, match="do not hold") as caught:
@@ -185,11 +186,7 @@ def _budgets() -> list[bool]:
     wanted = _trained(Case(prepare=_by_hand), "gathered")
     budgets = [error.least_bytes * times / 1e9 for times in (1.001, 1.3)]
     cases = [Case(prepare=_by_hand, options={"memory_budget_gb": budget}) for budget in budgets]
-    return [all(map(torch.equal, wanted, _trained(case, "sharded"))) for case in cases]
-
-
-def test_budgets_change_no_bit_where_the_root_has_the_table() -> None:
-    assert run_ranks(_budgets) == [[True, True]] * 2
+    assert [all(map(torch.equal, wanted, _trained(case, "sharded"))) for case in cases] == [True, True]
 
 
 def _largest_difference(case: Case) -> float:

@@ -14,7 +14,7 @@ from fsdp_compile import fully_shard
 from tests.models.kinds import Slim
 from tests.models.outlines import Small
 from tests.numerics.one_process.measure import batches
-from tests.ranks import on_ranks, run_ranks
+from tests.ranks import on_ranks
 from tests.two_sides import WithOneProcess, close, compile_eagerly, loss_of
 
 
@@ -86,7 +86,8 @@ def test_batch_norm_keeps_each_ranks_own_statistics() -> None:
         torch.testing.assert_close(parameter.full_tensor(), reference.get_parameter(name).detach())  # type: ignore[attr-defined]
 
 
-def _part_by_itself() -> float:
+@on_ranks()
+def test_a_part_runs_by_itself_and_loading_is_strict() -> None:
     """A block of a sharded model is called without the model, and names that do not fit are refused on loading."""
     torch.manual_seed(0)
     model = Slim()
@@ -100,8 +101,3 @@ def _part_by_itself() -> float:
         model.load_state_dict(state)
     with pytest.raises(RuntimeError, match="Unexpected key"):
         model.load_state_dict({**state, "head.bias": moved, "tail.bias": moved})
-    return 0.0
-
-
-def test_a_part_runs_by_itself_and_loading_is_strict() -> None:
-    assert run_ranks(_part_by_itself) == [0.0, 0.0]
