@@ -80,7 +80,7 @@ def _refusal(call: Callable[[], object]) -> str:
 
 @pytest.mark.core
 @long.parametrize("make", MODELS, always=["small"])
-@pytest.mark.parametrize("form", FORMS)
+@long.parametrize("form", FORMS, always=["around", "inside", "module.compile", "function"])
 @on_ranks(timeout_s=60)
 def test_ddp_is_refused_wherever_it_stands(form: str, make: str) -> None:
     message = _refusal(lambda: FORMS[form](MODELS[make]())(torch.ones(2, WIDTH)).sum().backward())
@@ -160,7 +160,7 @@ def _blocks_alone(form: str) -> str:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("form", ["alone", "head-for-another-backend", "head-in-place-for-another-backend"])
+@long.parametrize("form", ["alone", "head-for-another-backend", "head-in-place-for-another-backend"], always=["alone"])
 def test_blocks_that_are_compiled_alone_are_refused(form: str) -> None:
     for message in run_ranks(_blocks_alone, form):
         assert message.startswith(f"{ConfigError.__name__}: only a part of a model is compiled")

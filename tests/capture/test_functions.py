@@ -234,7 +234,7 @@ def _tangent(function: Callable[..., Any], x: torch.Tensor) -> Any:
     not hasattr(_fsdp_common, "_disable_functorch_if_active"),
     reason="Python reads the parameters here, and this torch's FSDP2 cannot gather them inside of a transform (2.11)",
 )
-@pytest.mark.parametrize("transform", [_gradient, _tangent])
+@long.parametrize("transform", [_gradient, _tangent], always=[_gradient])
 def test_the_first_call_may_be_inside_of_a_transform(transform: Callable[..., Any]) -> None:
     run_ranks(functools.partial(_check_first_call_in, transform), world_size=2)
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import traceback
 
-import pytest
 import torch
 
 from tests.fsdp2.cases import breaks, compiled, gradients, llama, state, structures, uneven_ranks, values  # noqa: F401
 from tests.fsdp2.decoder import GROUPS
+from tests.long import parametrize
 from tests.ranks import on_ranks
 
 
-@pytest.mark.parametrize("group", GROUPS)
+@parametrize("group", GROUPS, always=[group for group in GROUPS if not group.startswith("more_")])
 @on_ranks()
 def test_like_fsdp2(group: str) -> None:
     """What went wrong in which case."""

@@ -264,7 +264,9 @@ def test_batches_of_gradients_are_refused_where_backward_updates() -> None:
         assert torch.equal(mine.full_tensor() if isinstance(mine, DTensor) else mine, theirs)
 
 
-@pytest.mark.parametrize(("param_dtype", "bound"), [(None, 1e-5), (torch.bfloat16, 1e-1)], ids=["stored", "cast"])
+@long.parametrize(
+    ("param_dtype", "bound"), [(None, 1e-5), (torch.bfloat16, 1e-1)], always=[(None, 1e-5)], ids=["stored", "cast"]
+)
 @on_ranks()
 def test_gradient_of_the_input(param_dtype: torch.dtype | None, bound: float) -> None:
     shard = functools.partial(fully_shard, mp_policy=MixedPrecisionPolicy(param_dtype))

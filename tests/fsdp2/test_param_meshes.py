@@ -68,7 +68,7 @@ def _batch(step: int) -> torch.Tensor:
     return torch.randn(RANKS, TOKENS, WIDTH, generator=torch.Generator().manual_seed(step))[dist.get_rank()]
 
 
-@long.parametrize("name", CASES, always=["defaults", "replicas"])
+@long.parametrize("name", CASES, always=["defaults"])
 @on_ranks(world_size=RANKS)
 def test_compiled(name: str) -> None:
     pair = WithFsdp2(_make, functools.partial(_shard, **CASES[name]), _batch, optimizer=sgd)

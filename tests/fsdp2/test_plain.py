@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compile import no_sync
 from fsdp_compile.errors import ConfigError, RankMismatchError, UnsupportedModelError
+from tests import long
 from tests.fsdp2.one_line import Block, Model, pair_of
 from tests.ranks import on_ranks
 from tests.two_sides import compile_eagerly as one_line
@@ -71,7 +72,7 @@ class Tied(Model):
 MODELS: list[Callable[[], nn.Module]] = [Model, Breaks, _layers, Tied]
 
 
-@pytest.mark.parametrize("make", MODELS)
+@long.parametrize("make", MODELS, always=[Breaks, Tied])
 @on_ranks()
 def test_trains_as_one_process(make: Callable[[], nn.Module]) -> None:
     pair = pair_of(make)

@@ -114,7 +114,7 @@ def _trained(name: str) -> bool:
     return any(by_hooks)
 
 
-@long.parametrize("name", CASES, always=["unused", "sums alone", "kept between microbatches", "replicas last"])
+@long.parametrize("name", CASES, always=["kept between microbatches", "replicas last"])
 def test_numbers_are_those_of_fsdp2(name: str) -> None:
     case = CASES[name]
     ranks = 4 if case.mesh else 2
@@ -166,7 +166,7 @@ def _average(state: _Count, gradient: torch.Tensor, output: torch.Tensor) -> Non
 LOW = Within((0.05, 0.02), (0.05, 0.02), (0.05, 0.02))
 
 
-@pytest.mark.parametrize(("is_own", "micro_batches"), [(True, 1), (True, 2), (False, 1), (False, 2)])
+@long.parametrize(("is_own", "micro_batches"), [(True, 1), (True, 2), (False, 1), (False, 2)], always=[(True, 2)])
 @on_ranks()
 def test_compiled(*, is_own: bool, micro_batches: int) -> None:
     """A hook that averages, and torch's for bfloat16, which is as FSDP2's `reduce_dtype`."""
@@ -242,7 +242,7 @@ def _trained_of_custom_communication(name: str) -> tuple[list[bool], int]:
     return list(map(bool, only_hooks(pair.model))), calls.count(name)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@long.parametrize("name", SETTINGS, always=["gather", "scatter"])
 def test_such_a_unit_goes_by_hooks(name: str) -> None:
     by_hooks, count = run_ranks(_trained_of_custom_communication, name)[0]
     assert by_hooks == [False, True, False]

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2.stale import StaleParameter
 from fsdp_compile.optim.whole_step import whole_step
+from tests import long
 from tests.fsdp2.one_line import Model, pair_of
 from tests.models.outlines import Small
 from tests.ranks import on_ranks, run_ranks
@@ -64,7 +65,7 @@ def _follows(kind: str, before: int) -> None:
                 assert value.to_local().shape == parameter.to_local().shape
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@long.parametrize("kind", OPTIMIZERS, always=["adam-amsgrad"])
 def test_an_optimizer_made_before_follows(kind: str) -> None:
     run_ranks(_follows, kind, 0)
 
@@ -135,7 +136,7 @@ def test_lists_from_before() -> None:
         head.data = torch.zeros(3, 6)
 
 
-@pytest.mark.parametrize("kind", ["adamw", "adagrad"])
+@long.parametrize("kind", ["adamw", "adagrad"], always=["adamw"])
 @on_ranks()
 def test_state_that_is_loaded_between_sharding_and_the_first_step(kind: str) -> None:
     """Saves and loads an optimizer's state between sharding and the first step."""

@@ -137,7 +137,7 @@ def _parametrized(layer: type[nn.Linear]) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("how", [Run.PLAIN, Run.SHARDED])
+@long.parametrize("how", [Run.PLAIN, Run.SHARDED], always=[Run.PLAIN])
 @long.parametrize("layer", [nn.Linear, _Abstract, _OfAMetaclass], always=[_OfAMetaclass])
 @on_ranks()
 def test_it_trains_whatever_the_metaclass(layer: type[nn.Linear], how: Run) -> None:
@@ -150,7 +150,7 @@ class _Doubled(nn.Module):
         return 2 * weight
 
 
-@pytest.mark.parametrize("how", ["compiled", "function", "uncompiled", "before the first call"])
+@long.parametrize("how", ["compiled", "function", "uncompiled", "before the first call"], always=["compiled"])
 @on_ranks(timeout_s=60)
 def test_a_parametrization_of_a_sharded_parameter_is_refused_by_name(how: str) -> None:
     model = fully_shard(_Model())
@@ -324,7 +324,7 @@ def _check_answers(names: list[str], how: Run) -> None:
 
 
 @long.parametrize("how", [Run.PLAIN, Run.SHARDED], always=[Run.PLAIN])
-@long.parametrize("name", QUESTIONS, always=["isinstance", "in a set", "between graphs"])
+@long.parametrize("name", QUESTIONS, always=["isinstance", "between graphs"])
 def test_questions_are_answered_as_in_one_process(name: str, how: Run) -> None:
     run_ranks(_check_answers, [name], how)
 

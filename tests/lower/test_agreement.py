@@ -335,7 +335,7 @@ def _refuses_on_one(mesh_shape: tuple[int, ...]) -> tuple[str, int]:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)])
+@long.parametrize("mesh_shape", [(2,), (2, 2)], always=[(2, 2)])
 def test_who_would_wait_for_a_rank_that_refuses_hears_why_and_may_try_again(mesh_shape: tuple[int, ...]) -> None:
     *others, last = run_ranks(_refuses_on_one, mesh_shape, world_size=math.prod(mesh_shape), timeout_s=200)
     assert "refused to compile" not in last[0]
@@ -509,7 +509,10 @@ def _without_rows(*steps: tuple[int, int]) -> float:
     return worst
 
 
+ROWS = [[(0, 3)], [(3, 0)], [(2, 2), (2, 0), (0, 2)]]
+
+
 @pytest.mark.core
-@pytest.mark.parametrize("steps", [[(0, 3)], [(3, 0)], [(2, 2), (2, 0), (0, 2)]], ids=str)
+@long.parametrize("steps", ROWS, always=ROWS[-1:], ids=str)
 def test_a_rank_without_rows_computes_again_what_the_others_do(steps: list[tuple[int, int]]) -> None:
     assert max(run_ranks(_without_rows, *steps, timeout_s=60)) < 1e-5

@@ -275,7 +275,9 @@ def test_gradients_are_freed_unit_by_unit() -> None:
     assert max(seen) == largest
 
 
-@pytest.mark.parametrize("name", ["register_hook", "register_post_accumulate_grad_hook"])
+@long.parametrize(
+    "name", ["register_hook", "register_post_accumulate_grad_hook"], always=["register_post_accumulate_grad_hook"]
+)
 @on_ranks()
 def test_hooks_of_the_user_are_refused(name: str) -> None:
     model = _sharded()

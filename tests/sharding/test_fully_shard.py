@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from fsdp_compile._torch import fully_shard_calls as private
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.sharding.fully_shard import fully_shard
+from tests import long
 from tests.ranks import on_ranks, run_ranks
 from tests.sharding.models import Block, Model, batch, full, made, same, same_call, train_alike, train_near_one_process
 
@@ -66,7 +67,7 @@ def _one_process(**model: bool) -> None:
     train_near_one_process(fully_shard(made(lambda: Model(**model))), made(lambda: Model(**model)))
 
 
-@pytest.mark.parametrize("kind", ["plain", "tied", "scale"])
+@long.parametrize("kind", ["plain", "tied", "scale"], always=["tied"])
 def test_it_trains_as_one_process(kind: str) -> None:
     given = {} if kind == "plain" else {kind: True}
     run_ranks(_one_process, **given)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import ConfigError, fully_shard, materialize, units
+from tests import long
 from tests.ranks import on_ranks, run_ranks
 from tests.two_sides import close, compile_eagerly, loss_of
 
@@ -123,7 +124,7 @@ def _check_replaced(way: str, *, is_compiled: bool) -> None:
     assert all(parameter.grad is not None for parameter in whole.parameters())
 
 
-@pytest.mark.parametrize("way", ["materialize", "to_empty", "assign"])
+@long.parametrize("way", ["materialize", "to_empty", "assign"], always=["materialize"])
 def test_new_objects_of_ignored_parameters_are_ignored(way: str) -> None:
     run_ranks(_check_replaced, way, is_compiled=False)
     run_ranks(_check_replaced, way, is_compiled=True)

@@ -15,6 +15,7 @@ from torch.distributed.tensor import distribute_tensor
 
 import fsdp_compile
 from fsdp_compile import fully_shard, materialize
+from tests import long
 from tests.models.meta import assert_equal, on_meta
 from tests.ranks import on_ranks
 
@@ -102,7 +103,7 @@ def _on_meta(make: Callable[[], nn.Module]) -> Any:
         return make()
 
 
-@pytest.mark.parametrize("way", ["loaded", "assigned", "replaced", "ignored"])
+@long.parametrize("way", ["loaded", "assigned", "replaced", "ignored"], always=["loaded", "ignored"])
 @on_ranks()
 def test_loaded_values_stay(way: str) -> None:
     torch.manual_seed(1)

@@ -22,6 +22,7 @@ from fsdp_compile import ConfigError, MixedPrecision, backend, fully_shard, mate
 from fsdp_compile._torch.distributed import cast
 from fsdp_compile.config.policy import as_mixed_precision, as_offload
 from fsdp_compile.ir.graph import Role, StepGraph
+from tests import long
 from tests.fake_world import fake_world
 from tests.models.kinds import WIDTH
 from tests.ranks import on_ranks
@@ -170,7 +171,11 @@ class _Table(nn.Module):
         return x * self.table
 
 
-@pytest.mark.parametrize("source", ["first", "first, others on meta", "first, after a call", "initialized", "loaded"])
+@long.parametrize(
+    "source",
+    ["first", "first, others on meta", "first, after a call", "initialized", "loaded"],
+    always=["first, others on meta"],
+)
 @on_ranks()
 def test_what_buffers_are_given_is_not_rounded(source: str) -> None:
     policy = MixedPrecision(BF16, torch.float32, buffer_dtype=BF16, full_precision_in_eval=True)

@@ -39,7 +39,12 @@ def _names(model: nn.Module) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "policy", [MixedPrecision(torch.bfloat16), FSDP1MixedPrecision(torch.bfloat16)], ids=["ours", "fsdp1"]
+    "policy",
+    [
+        pytest.param(MixedPrecision(torch.bfloat16), marks=pytest.mark.long),
+        FSDP1MixedPrecision(torch.bfloat16),
+    ],
+    ids=["ours", "fsdp1"],
 )
 @on_ranks()
 def test_excluded_modules_compute_in_their_own_dtype(policy: Any) -> None:

@@ -18,6 +18,7 @@ from fsdp_compile.errors import ConfigError, RankMismatchError
 from fsdp_compile.sharding import fully_shard as front
 from fsdp_compile.sharding.fully_shard import fully_shard
 from fsdp_compile.sharding.materialize import materialize
+from tests import long
 from tests.ranks import on_ranks, run_ranks
 from tests.sharding.models import Block, Model, full, made, same, train_near_one_process
 
@@ -64,7 +65,7 @@ def _sync(mesh: tuple[int, ...], *, on_meta: bool) -> None:
     train_near_one_process(model, made(_Module), 1)
 
 
-@pytest.mark.parametrize("on_meta", [False, True])
+@long.parametrize("on_meta", [False, True], always=[True])
 def test_the_first_ranks_values_are_sent(*, on_meta: bool) -> None:
     run_ranks(_sync, (2,), on_meta=on_meta)
     run_ranks(_sync, (2, 2), on_meta=on_meta, world_size=4)
@@ -118,7 +119,7 @@ def _init(init: Callable[[nn.Module], None], *, seeds: int, tied: bool, offload:
     train_near_one_process(model, alone, 1)
 
 
-@pytest.mark.parametrize("init", [_reset, _to_empty])
+@long.parametrize("init", [_reset, _to_empty], always=[_to_empty])
 def test_param_init_fn_gives_what_one_process_has(init: Any) -> None:
     run_ranks(_init, init, seeds=0, tied=False, offload=False)
 

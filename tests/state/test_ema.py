@@ -21,6 +21,7 @@ from fsdp_compile import MixedPrecision
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.state.ema import EMA
 from fsdp_compile.state.full_params import full_params
+from tests import long
 from tests.fsdp2.models import assert_same, batch, made, sharded
 from tests.ranks import on_ranks, run_ranks
 from tests.two_sides import whole
@@ -84,7 +85,7 @@ def ema_values(theirs: AveragedModel) -> dict[str, Any]:
     return {**theirs.state_dict(), "n_averaged": torch.tensor(0)}
 
 
-@pytest.mark.parametrize("shape", [(2,), (2, 2)])
+@long.parametrize("shape", [(2,), (2, 2)], always=[(2, 2)])
 def test_averages_equal_those_of_torch_in_one_process(shape: tuple[int, ...]) -> None:
     run_ranks(_check_updates, shape, world_size=torch.Size(shape).numel())
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_compile.errors import ConfigError, RankMismatchError
 from fsdp_compile.state.full_params import full_params
 from fsdp_compile.state.full_tensors import full_tensors
+from tests import long
 from tests.fsdp2.models import batch, made, mesh_of, sharded
 from tests.ranks import on_ranks, run_ranks
 from tests.two_sides import whole
@@ -70,7 +71,7 @@ def _check_view(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(model(batch()), reference(batch()))
 
 
-@pytest.mark.parametrize("shape", [(1,), (2,), (2, 2)])
+@long.parametrize("shape", [(1,), (2,), (2, 2)], always=[(2, 2)])
 def test_everything_is_full_inside_and_what_was_written_is_kept(shape: tuple[int, ...]) -> None:
     run_ranks(_check_view, shape, world_size=torch.Size(shape).numel())
 
@@ -228,7 +229,7 @@ def _check_first_rank(shape: tuple[int, ...]) -> None:
             torch.testing.assert_close(whole(mine.grad), 2 * theirs.grad, msg=name)
 
 
-@pytest.mark.parametrize("shape", [(2,), (2, 2)])
+@long.parametrize("shape", [(2,), (2, 2)], always=[(2,)])
 def test_the_first_rank_alone_can_hold_and_write(shape: tuple[int, ...]) -> None:
     run_ranks(_check_first_rank, shape, world_size=torch.Size(shape).numel())
 

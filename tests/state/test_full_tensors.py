@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2.shards import own_part, shard_like
 from fsdp_compile.state.full_tensors import full_tensors
+from tests import long
 from tests.fsdp2.models import batch, local, made, mesh_of, sharded
 from tests.ranks import on_ranks, run_ranks
 
@@ -50,7 +51,7 @@ def _check(shape: tuple[int, ...]) -> None:
     _assert_is_state_dict(dict(full_tensors(model)), reference)
 
 
-@pytest.mark.parametrize("shape", [(1,), (2,), (2, 2)])
+@long.parametrize("shape", [(1,), (2,), (2, 2)], always=[(2, 2)])
 def test_names_and_values_are_those_of_the_plain_model(shape: tuple[int, ...]) -> None:
     run_ranks(_check, shape, world_size=torch.Size(shape).numel())
 

@@ -109,7 +109,7 @@ def swapped_tensors() -> None:
             assert pair.model.blocks[0].a.weight.grad is not None
 
 
-@case("changes")
+@case("changes", is_long=True)
 def toggled_in_each_step() -> None:
     pair = pair_of()
     compiled = pair.compiled()

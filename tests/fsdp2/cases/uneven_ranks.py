@@ -67,7 +67,7 @@ class _Experts(nn.Module):
         return x + made.view_as(x)
 
 
-@case("uneven_ranks")
+@case("uneven_ranks", is_long=True)
 def hit_experts() -> None:
     model = type("Model", (Decoder,), {"block": _Experts})
     pair = pair_of(model)
@@ -89,7 +89,7 @@ class _Checkpointed(Block):
         return ck.checkpoint(super().forward, x, use_reentrant=False)
 
 
-@case("uneven_ranks")
+@case("uneven_ranks", is_long=True)
 def empty_batches_and_checkpoints() -> None:
     for first in (0, 1):  # the step from which on a rank has no rows
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_compile import MixedPrecision, fully_shard, no_sync, register_comm_hook, step_in_backward
 from fsdp_compile._torch.fully_shard_params import HAS_GRAD_DTYPES
 from fsdp_compile.config.policy import AnyPrecisionPolicy
+from tests import long
 from tests.models.kinds import WIDTH, Slim, Stack
 from tests.numerics.one_process.measure import batches
 from tests.ranks import on_ranks, run_ranks
@@ -146,7 +147,7 @@ def _case(name: str) -> float:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("name", CASES)
+@long.parametrize("name", CASES, always=["reduce-dtype-follows", "fsdp1"])
 def test_equals_casts_by_hand(name: str) -> None:
     # AOTAutograd's batch norm rounds otherwise than eager's, by float32's eps; bfloat16 around it makes 2^-8 of that.
     bound = 4e-3 if CASES[name][0] is Normed else 0.0
@@ -221,7 +222,7 @@ EVALUATED: dict[str, tuple[Callable[[Any], Any], bool]] = {
 """What is in eval mode, and whether the optimizer steps in backward."""
 
 
-@pytest.mark.parametrize("name", EVALUATED)
+@long.parametrize("name", EVALUATED, always=["all, updated in backward"])
 @on_ranks()
 def test_gradients_accumulate_in_eval_mode_as_in_training(name: str) -> None:
     """Updates under `no_sync`, and whether a gradient is in a parameter's `.grad` there, of training in eval mode."""

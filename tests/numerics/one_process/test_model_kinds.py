@@ -28,7 +28,7 @@ def _kind(name: str) -> Differences:
 
 
 @pytest.mark.core
-@long.parametrize("name", KINDS, always=["stack", "tied", "frozen"])
+@long.parametrize("name", KINDS, always=["stack", "tied"])
 def test_kind(name: str) -> None:
     assert_equal_training(run_ranks(_kind, name, world_size=2))
 

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from fsdp_compile import ConfigError, fully_shard, no_sync, step_in_backward
+from tests import long
 from tests.ranks import on_ranks, run_ranks
 from tests.two_sides import Loss, Run, WithOneProcess, close, compare_gradients, compile_eagerly, loss_of, whole
 
@@ -99,8 +100,10 @@ def test_with_changing_sizes() -> None:
             pair.compare_gradients()
 
 
-@pytest.mark.parametrize(
-    ("first", "second"), [(slice(0, 2), slice(0, 1)), (slice(0, 1), slice(0, 2)), (slice(0, 1), slice(0, 1))]
+@long.parametrize(
+    ("first", "second"),
+    [(slice(0, 2), slice(0, 1)), (slice(0, 1), slice(0, 2)), (slice(0, 1), slice(0, 1))],
+    always=[(slice(0, 2), slice(0, 1))],
 )
 @on_ranks()
 def test_accumulated_gradients_of_an_output_count_when_it_is_used_no_more(first: slice, second: slice) -> None:
@@ -134,8 +137,8 @@ def _update_in_backward(pair: WithOneProcess, but: list[nn.Parameter]) -> None:
         pair.optimizers.append((_decayed(but),))
 
 
-@pytest.mark.parametrize("unused_is_plain", [False, True])
-@pytest.mark.parametrize("used", [0, 1])
+@long.parametrize("unused_is_plain", [False, True], always=[False])
+@long.parametrize("used", [0, 1], always=[0])
 def test_updates_in_backward_leave_it_alone(used: int, unused_is_plain: bool) -> None:  # noqa: FBT001
     run_ranks(_updated_in_backward, used, unused_is_plain=unused_is_plain)
 
@@ -165,7 +168,7 @@ class ThreeHeads(Heads):
         return self.middle(hidden), self.left(hidden), self.right(hidden)
 
 
-@pytest.mark.parametrize("used", [0, 1])
+@long.parametrize("used", [0, 1], always=[1])
 @on_ranks()
 def test_one_that_is_updated_in_backward_beside_one_that_is_not(used: int) -> None:
     pair = _heads(Run.SHARDED, ThreeHeads, shard=_each_head)
@@ -271,7 +274,7 @@ class OwnOrder(Heads):
         return [heads.pop(self.first), *heads.values(), *more]
 
 
-@pytest.mark.parametrize("firsts", [("left", "right"), ("left", "left")])
+@long.parametrize("firsts", [("left", "right"), ("left", "left")], always=[("left", "right")])
 @on_ranks()
 def test_ranks_may_return_other_outputs_in_another_order(firsts: tuple[str, str]) -> None:
     pair = _heads(make=OwnOrder)

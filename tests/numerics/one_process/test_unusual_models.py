@@ -41,7 +41,7 @@ def test_sharded_at_the_first_call(name: str) -> None:
 
 
 @pytest.mark.core
-@long.parametrize("name", [*LEFT_TO_PYTHON, "penalty-of-blocks"], always=["penalty-of-blocks", "recurrent-first"])
+@long.parametrize("name", [*LEFT_TO_PYTHON, "penalty-of-blocks"], always=["penalty-of-blocks"])
 def test_sharded_before_the_compile(name: str) -> None:
     assert_equal_training(run_ranks(_kind, name, sharded_before=True))
 

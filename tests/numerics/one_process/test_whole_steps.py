@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import fully_shard
+from tests import long
 from tests.models.kinds import Slim
 from tests.models.outlines import Small
 from tests.numerics.one_process.measure import batches
@@ -27,7 +28,7 @@ def _step_of(model: nn.Module, batch: torch.Tensor, optimizer: torch.optim.Optim
     return norm + missing
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
+@long.parametrize("dynamic", [None, True], always=[True])
 @on_ranks()
 def test_it_trains_as_one_process(*, dynamic: bool | None) -> None:
     pair = WithOneProcess(Small, optimizer=lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9))
