@@ -122,6 +122,7 @@ def test_functions_read_as_in_one_process(make: Callable[[], nn.Module], how: Ru
     pair.train()
 
 
+@pytest.mark.long
 @on_ranks()
 def test_ranks_may_take_different_branches() -> None:
     """Each gathers the parameters of both, so nothing hangs."""

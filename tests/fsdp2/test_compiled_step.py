@@ -72,6 +72,7 @@ def test_a_compiled_function_whose_parameters_are_trained_later_says_so() -> Non
     assert all(p.grad is not None for p in model.parameters())
 
 
+@pytest.mark.long
 @on_ranks()
 def test_gradients_of_inputs_leave_pending_gradients_where_they_are() -> None:
     pair = _pair()
@@ -95,6 +96,7 @@ def _fail(*_: object) -> None:
     raise ValueError("expected")
 
 
+@pytest.mark.long
 @on_ranks()
 def test_a_compiled_function_follows_parameters_after_a_call_that_raised() -> None:
     """Before it all units have followed their parameters, and none has run since."""
@@ -206,6 +208,7 @@ def test_accumulation_adds_at_most_one_graph_for_each_shape_and_no_frame_reaches
         assert plain < ours <= 2 * plain
 
 
+@pytest.mark.long
 @on_ranks()
 def test_models_of_one_class_share_a_graph_as_without_sharding() -> None:
     counts = []

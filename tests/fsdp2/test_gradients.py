@@ -169,12 +169,14 @@ def _beside_a_penalty(how: Run) -> None:
         pair.compare()
 
 
+@pytest.mark.long
 def test_a_hook_beside_a_penalty_outside_of_the_forward_is_called_once() -> None:
     """With the sum of both parts of the gradient."""
     for how in (Run.SHARDED, Run.PLAIN):
         run_ranks(_beside_a_penalty, how)
 
 
+@pytest.mark.long
 @on_ranks()
 def test_a_hook_of_a_parameter_that_was_frozen_since() -> None:
     """What waits from before the freeze is reduced in the next backward, as one process has it."""
@@ -199,6 +201,7 @@ def test_a_hook_of_a_parameter_that_was_frozen_since() -> None:
         assert counts[0] == counts[1] == ["called", "called"]
 
 
+@pytest.mark.long
 @on_ranks()
 def test_a_gradient_times_a_whole_mask() -> None:
     """As the error says for hooks that were registered before a plain model was sharded."""

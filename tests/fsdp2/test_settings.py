@@ -181,6 +181,7 @@ def test_compiled(*, is_own: bool, micro_batches: int) -> None:
     assert count.calls == (6 if is_own else 0)  # units times steps
 
 
+@pytest.mark.long
 @on_ranks()
 def test_after_a_step() -> None:
     """One that is registered after compiled steps counts from the next one on."""
@@ -249,6 +250,7 @@ def test_such_a_unit_goes_by_hooks(name: str) -> None:
     assert count >= 2 == (name in ("gather", "scatter", "hook"))
 
 
+@pytest.mark.long
 @on_ranks()
 def test_a_hook_is_set_after_compiled_steps() -> None:
     pair = pair_of()

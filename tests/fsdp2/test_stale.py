@@ -70,7 +70,7 @@ def test_an_optimizer_made_before_follows(kind: str) -> None:
     run_ranks(_follows, kind, 0)
 
 
-@pytest.mark.parametrize("kind", ["adamw", "sgd-momentum"])
+@long.parametrize("kind", ["adamw", "sgd-momentum"], always=["sgd-momentum"])
 def test_an_optimizer_with_state_follows(kind: str) -> None:
     run_ranks(_follows, kind, 2)
 
@@ -168,6 +168,7 @@ def test_state_that_is_loaded_between_sharding_and_the_first_step(kind: str) -> 
     resumed(lambda pair: pair.optimizers[0][0].load_state_dict(own))
 
 
+@pytest.mark.long
 @on_ranks()
 def test_a_grad_scaler() -> None:
     pair = pair_of(optimizer=OPTIMIZERS["sgd-momentum"])

@@ -239,6 +239,7 @@ class _Reads(_Wide):
         return x
 
 
+@pytest.mark.long
 @on_ranks(timeout_s=60)
 def test_other_rows_do_not_hide_that_a_rank_reads_in_another_order() -> None:
     compiled = torch.compile(_Reads(), backend="fsdp", options={"lower": "eager"})
@@ -272,6 +273,7 @@ def test_other_options_of_one_rank_are_named_on_all_before_any_collective_runs()
             assert f"options: {name}=" in message
 
 
+@pytest.mark.long
 @on_ranks(timeout_s=60)
 def test_plans_that_promise_something_for_their_sizes_are_not_changed() -> None:
     options: dict[str, Any] = {"lower": "eager", "memory_budget_gb": 0.2}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -61,6 +62,7 @@ def test_gradients_wait_for_a_backward_that_reduces() -> None:
     assert run_ranks(_no_sync, (2, 2), world_size=4) == [True] * 4
 
 
+@pytest.mark.long
 @on_ranks()
 def test_the_divide_factor_of_the_unit_counts() -> None:
     model = fully_shard(_scaled())
@@ -161,6 +163,7 @@ def test_a_frozen_one_may_be_trained_later() -> None:
     assert torch.allclose(model.scale.grad, _expected(), atol=1e-6)
 
 
+@pytest.mark.long
 @on_ranks()
 def test_after_a_backward_that_failed() -> None:
     model = fully_shard(_scaled())

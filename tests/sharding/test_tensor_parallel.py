@@ -137,6 +137,7 @@ def test_checkpoints_are_loaded_over_other_meshes() -> None:
         run_ranks(_checkpoints, folder, world_size=4)
 
 
+@pytest.mark.long
 @on_ranks(world_size=4)
 def test_full_state_of_the_first_rank() -> None:
     source, _ = _trained(_plain(seed=3))
@@ -147,6 +148,7 @@ def test_full_state_of_the_first_rank() -> None:
     _assert_close(_values(model), {name: p.detach() for name, p in source.named_parameters()})
 
 
+@pytest.mark.long
 @on_ranks(world_size=4)
 def test_other_steps() -> None:
     reference, _ = _trained(_plain())
@@ -221,6 +223,7 @@ def test_first_ranks_values() -> None:
     _assert_close(_values(model), {name: p.detach() for name, p in _plain(0).named_parameters()})
 
 
+@pytest.mark.long
 @on_ranks(world_size=4)
 def test_parameters_that_were_split_by_hand() -> None:
     """Replicated parameters, and one that a user has split by hand."""

@@ -153,5 +153,6 @@ def test_after_an_uncompiled_microbatch() -> None:
     run_ranks(_under_fsdp2, "accumulated", (False, True), world_size=4)
 
 
+@pytest.mark.long
 def test_before_an_uncompiled_microbatch() -> None:
     run_ranks(_under_fsdp2, "accumulated", (True, False), world_size=4)

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import fully_shard, no_sync
+from tests import long
 from tests.models.kinds import Slim
 from tests.numerics.one_process.measure import gradient_difference
 from tests.ranks import on_ranks
@@ -61,7 +62,7 @@ def _graphs() -> int:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@long.parametrize("strategy", STRATEGIES, always=["zero2"])
 @on_ranks()
 def test_gradients_wait_for_the_next_backward_that_reduces(strategy: str) -> None:
     pair = make_pair(strategy)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import fully_shard, no_sync
+from tests import long
 from tests.ranks import on_ranks
 from tests.two_sides import close, compile_eagerly
 
@@ -112,7 +113,7 @@ def test_a_unit_gets_all_gradients_where_a_backward_runs_inside_of_another() -> 
     _compare(model, reference)
 
 
-@pytest.mark.parametrize("make", [_Blocks, _Whole])
+@long.parametrize("make", [_Blocks, _Whole], always=[_Blocks])
 @on_ranks()
 def test_accumulated_gradients_count_once_where_a_backward_runs_inside_of_another(make: type[nn.Module]) -> None:
     model = make()

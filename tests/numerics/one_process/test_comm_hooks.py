@@ -178,6 +178,7 @@ class _Either(nn.Module):
         return out
 
 
+@pytest.mark.long
 @on_ranks()
 def test_what_no_microbatch_reduces_is_compressed_at_the_end() -> None:
     """The microbatch that reduces does not use a layer: its gradients are reduced at the end of the backward."""

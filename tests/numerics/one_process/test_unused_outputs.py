@@ -90,6 +90,7 @@ def test_a_penalty_outside_of_the_forward_counts_for_an_unused_head() -> None:
         assert pair.model.right.bias.grad is None
 
 
+@pytest.mark.long
 @on_ranks()
 def test_with_changing_sizes() -> None:
     pair = _heads(dynamic=True)
@@ -179,7 +180,8 @@ def test_one_that_is_updated_in_backward_beside_one_that_is_not(used: int) -> No
         pair.compare_parameters()
 
 
-@pytest.mark.parametrize("used", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("used", [0, 1])
 @on_ranks(world_size=4)
 def test_units_on_two_meshes(used: int) -> None:
     def shard(model: Any) -> None:
@@ -193,6 +195,7 @@ def test_units_on_two_meshes(used: int) -> None:
     pair.compare_gradients()
 
 
+@pytest.mark.long
 @on_ranks()
 def test_after_a_gradient_of_inputs() -> None:
     pair = _heads()
@@ -202,6 +205,7 @@ def test_after_a_gradient_of_inputs() -> None:
     pair.compare_gradients()
 
 
+@pytest.mark.long
 @on_ranks()
 def test_a_second_backward_through_the_same_graph_for_the_other_output() -> None:
     pair = _heads()
@@ -212,6 +216,7 @@ def test_a_second_backward_through_the_same_graph_for_the_other_output() -> None
         pair.compare_gradients()
 
 
+@pytest.mark.long
 @on_ranks()
 def test_a_frozen_model_with_an_unused_output() -> None:
     pair = _heads()
@@ -235,6 +240,7 @@ class PassesOn(Heads):
         return x.view(-1), self.left(hidden), self.right(hidden)
 
 
+@pytest.mark.long
 @on_ranks()
 def test_a_graph_of_another_backend_before_it_gets_zeros() -> None:
     """It has an output that is not used either, and its backward does not know `None`."""
@@ -288,6 +294,7 @@ def test_ranks_may_return_other_outputs_in_another_order(firsts: tuple[str, str]
     pair.compare_gradients()
 
 
+@pytest.mark.long
 @on_ranks()
 def test_replicas_that_accumulate_fewer_microbatches_than_others() -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "fsdp"))
