@@ -13,7 +13,7 @@
 
 Starting a process that imports torch takes seconds and making a gloo group takes milliseconds, so processes
 are kept and every call gets a new default group: no subgroup or half-done collective of one test reaches the
-next.
+next. Where it can be, they are copies of one process that has imported what preloaded.py names.
 """
 
 from __future__ import annotations
@@ -26,15 +26,17 @@ import os
 import pickle
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from tests.rank_worker import Failure, Outcome, Success, Task, serve
@@ -44,7 +46,10 @@ T = TypeVar("T")
 
 MAX_WORLD_SIZE = 4
 _GRACE_S = 5.0  # how long the other ranks may take to end after one has failed
-_SPAWN = multiprocessing.get_context("spawn")
+# A process that has looked for GPUs cannot be copied.
+_IS_COPIED = sys.platform == "linux" and not torch.cuda.is_available()
+_PROCESSES: Any = multiprocessing.get_context("forkserver" if _IS_COPIED else "spawn")
+_PROCESSES.set_forkserver_preload(["tests.preloaded"])
 
 
 class RankError(RuntimeError):
@@ -106,7 +111,7 @@ def close_pool() -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Worker:
-    process: SpawnProcess
+    process: BaseProcess
     pid: int
     connection: Connection
     stacks: Path
@@ -175,9 +180,11 @@ class _Pool:
 
 
 def _start_worker(rank: int, folder: Path) -> _Worker:
-    ours, theirs = _SPAWN.Pipe()
+    ours, theirs = _PROCESSES.Pipe()
     stacks = folder / f"stacks-{rank}"
-    process = _SPAWN.Process(target=serve, args=(theirs, stacks, os.getpid()), name=f"rank {rank}", daemon=True)
+    process = _PROCESSES.Process(
+        target=serve, args=(theirs, stacks, dict(os.environ)), name=f"rank {rank}", daemon=True
+    )
     process.start()
     theirs.close()  # so that the end of the process ends the stream
     assert process.pid is not None
