@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import long
 from tests.fuzz import page
 from tests.fuzz.catalogue import ROWS
 from tests.fuzz.page import read
@@ -43,7 +44,7 @@ def test_what_was_measured_before_an_interruption_is_written(monkeypatch: pytest
     assert lines[8:] == list(before.values())[8:]
 
 
-@pytest.mark.parametrize("call", range(len(CALLS)))
+@long.parametrize("call", range(len(CALLS)), always=[0, 4, 7])
 def test_awkward_programs_end_as_the_page_says(call: int) -> None:
     lines = read()
     rows = [row for row in CALLS[call] if LONG or lines[row.says].is_safe]
