@@ -73,7 +73,7 @@ CASES = {
 }
 
 
-@long.parametrize("name", CASES, always=["data and tensor", "two flattened"])
+@long.parametrize("name", CASES, always=["data and tensor"])
 @on_ranks(world_size=4)
 def test_compiled(name: str) -> None:
     case = CASES[name]

@@ -96,6 +96,7 @@ def test_whole_values() -> None:
     assert loaded["state"]
 
 
+@pytest.mark.long
 @on_ranks(world_size=4)
 def test_full_params_are_what_they_were_before() -> None:
     model = _sharded(_world())
@@ -199,6 +200,7 @@ def test_dtypes_and_frozen_parameters() -> None:
     _assert_close(_values(model), {name: value.bfloat16().float() for name, value in before.items()})
 
 
+@pytest.mark.long
 @on_ranks(world_size=4)
 def test_a_model_on_meta() -> None:
     world = _world()
@@ -215,6 +217,7 @@ def test_a_model_on_meta() -> None:
     _assert_close(_values(model), expected)
 
 
+@pytest.mark.long
 @on_ranks(world_size=4)
 def test_first_ranks_values() -> None:
     world = _world()

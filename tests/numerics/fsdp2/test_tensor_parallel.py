@@ -149,6 +149,7 @@ def test_under_torchs_fully_shard(name: str) -> None:
     run_ranks(_under_fsdp2, name, (True,) * CASES[name].micro_batches, world_size=4)
 
 
+@pytest.mark.long
 def test_after_an_uncompiled_microbatch() -> None:
     run_ranks(_under_fsdp2, "accumulated", (False, True), world_size=4)
 
