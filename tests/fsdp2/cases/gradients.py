@@ -28,7 +28,7 @@ def accumulated() -> None:
     _accumulate("eee")
 
 
-@case("gradients", is_long=True)
+@case("gradients")
 def accumulated_in_both_worlds() -> None:
     _accumulate("cec")
     _accumulate("ece", within=REDUCED_TWICE)
