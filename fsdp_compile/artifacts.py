@@ -24,8 +24,7 @@ import torch.distributed as dist
 from fsdp_compile._torch.dynamo import trace_artifact
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.text.diff import diff_graphs, format_diff
-from fsdp_compile.ir.text.plan import format_plan
-from fsdp_compile.ir.text.printer import format_graph
+from fsdp_compile.ir.text.printer import format_graph, format_plan
 from fsdp_compile.passes.base import GraphPass
 
 _GRAPH_FOLDER = re.compile(r"graph(\d+)-")

@@ -23,7 +23,7 @@ from fsdp_compile.cli.opt import default_passes, known_passes
 from fsdp_compile.config import choices
 from fsdp_compile.config.prefetch import named_rules
 from fsdp_compile.cost.hardware import DEVICES, LINKS
-from fsdp_compile.verify.table import Stage
+from fsdp_compile.verify.check import Stage
 from tests import long
 
 ROOT = Path(__file__).parent.parent

@@ -32,7 +32,7 @@ from torch.nn.utils import stateless
 from fsdp_compile._torch.dynamo import leave_to_python
 from fsdp_compile._torch.tensors import HigherOrderOperator
 from fsdp_compile.errors import UnsupportedModelError
-from fsdp_compile.ir.functions import add_attribute, function_at, functions_of
+from fsdp_compile.ir.queries import function_at, functions_of
 from fsdp_compile.ir.source_line import frames_of, source_line
 from fsdp_compile.ops.unshard import REDUCE_GRAD, UNSHARD
 
@@ -156,7 +156,7 @@ def _hoist(call: fx.Node) -> None:
     kept = tuple(operand for i, operand in enumerate(operands) if i not in unused)
     with call.graph.inserting_before(call):
         for node, function in functions.items():
-            name = add_attribute(call.graph, str(node.target), function)
+            name = _add_attribute(call.graph, str(node.target), function)
             call.replace_input_with(node, call.graph.get_attr(name))
             if not node.users:
                 call.graph.erase_node(node)
@@ -190,3 +190,13 @@ def _add_argument(function: fx.GraphModule, like: fx.Node) -> fx.Node:
         added = function.graph.placeholder(f"{like.name}_argument")
     added.meta = dict(like.meta)
     return added
+
+
+def _add_attribute(graph: fx.Graph, name: str, value: Any) -> str:
+    """Sets an attribute of a graph's module under a name that is free; returns that name."""
+    gm: Any = graph.owning_module
+    stem, number = name.replace(".", "_"), 0
+    while hasattr(gm, f"{stem}_{number}"):
+        number += 1
+    setattr(gm, f"{stem}_{number}", value)
+    return f"{stem}_{number}"

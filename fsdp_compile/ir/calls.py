@@ -6,7 +6,7 @@ forward: all_gather_into_tensor of blocks.0.weight, blocks.0.bias (1088 float32)
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import torch
@@ -63,12 +63,9 @@ def numbered(lines: Sequence[str]) -> list[str]:
     again for its own batch that may be another layer. The order of layers within a graph is the same for all that share
     it.
     """
-    places = {name: str(i) for i, name in enumerate(sorted(_all_names(lines), key=natural))}
+    names = sorted({name for line in lines for name in names_in(line)}, key=natural)
+    places = {name: str(i) for i, name in enumerate(names)}
     return [_NAMES.sub(lambda found: ", ".join(places[n] for n in found[1].split(", ")), line, 1) for line in lines]
-
-
-def _all_names(lines: Iterable[str]) -> set[str]:
-    return {name for line in lines for name in names_in(line)}
 
 
 def natural(name: str) -> list[tuple[int, str]]:

@@ -14,8 +14,7 @@ from torch.utils._pytree import tree_map
 from fsdp_compile._torch.dynamo import detect_fake_mode
 from fsdp_compile.ir.fake_values import known_value
 from fsdp_compile.ir.graph import KEY, Record, Role, role_of
-from fsdp_compile.ir.queries import TEXT_POSITION
-from fsdp_compile.ir.writes import kept_order
+from fsdp_compile.ir.queries import TEXT_POSITION, kept_order
 
 _PROVENANCE = ("stack_trace", "nn_module_stack", "source_fn_stack", "partitioner_tag")
 

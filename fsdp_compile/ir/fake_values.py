@@ -82,12 +82,10 @@ def _clone(x: FakeTensor, *, memory_format: torch.memory_format | None = None) -
     return _new(x, x.shape, x.dtype) if keeps or memory_format is torch.contiguous_format else None
 
 
-def _cast(x: FakeTensor, dtype: torch.dtype) -> FakeTensor | None:
+def _same_shape(x: FakeTensor, dtype: torch.dtype | None = None) -> FakeTensor | None:
+    """Of a cast, or of a wait."""
+    dtype = dtype or x.dtype
     return _new(x, x.shape, dtype) if _is_contiguous(x) and not dtype.is_complex else None
-
-
-def _waited(x: FakeTensor) -> FakeTensor | None:
-    return _new(x, x.shape, x.dtype) if _is_contiguous(x) else None
 
 
 def _gathered(x: FakeTensor, size: int, group: str) -> FakeTensor | None:  # noqa: ARG001  the operator's arguments
@@ -109,8 +107,8 @@ _RULES: Mapping[Any, Callable[..., Any]] = {
     aten.slice.Tensor: _slice,
     aten.permute.default: _permute,
     aten.clone.default: _clone,
-    torch.ops.prims.convert_element_type.default: _cast,
-    collectives.wait_tensor.default: _waited,
+    torch.ops.prims.convert_element_type.default: _same_shape,
+    collectives.wait_tensor.default: _same_shape,
     collectives.all_gather_into_tensor.default: _gathered,
     collectives.reduce_scatter_tensor.default: _scattered,
 }

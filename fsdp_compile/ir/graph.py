@@ -152,6 +152,11 @@ class Record:
         """Unit and name of each parameter: names alone are not unique where several models meet in a graph."""
         return tuple(zip(self.owners or (self.unit,) * len(self.parameters), self.parameters, strict=True))
 
+    def of_one(self, spec: UnshardSpec, role: Role, phase: Phase) -> Record:
+        """The record of a node that serves one parameter of this flat parameter, or the one of which it is a part."""
+        name = self.parameters[[held.offset for held in self.specs].index(spec.offset)]
+        return Record(role, self.unit, (name,), (spec,), phase)
+
 
 def record_of(node: fx.Node) -> Record | None:
     """The node's record, or `None` if the node is the model's own."""

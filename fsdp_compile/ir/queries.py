@@ -1,11 +1,20 @@
-"""Read-only questions about a graph: modules, reads, aliases, and all-gathers that the user told units to prefetch."""
+"""Read-only questions about a graph: modules, reads, aliases, writes, and all-gathers that units were told to prefetch.
+
+AOTAutograd writes new values of inputs at the end of a graph:
+
+    %scaled = mul(%g, %scale); %new = mul(%scale, 2); copy_(%scale, %new)
+
+Behind its write, a node that reads the old value would read the new one (`kept_order`); so it is with an update in
+backward.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import re
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from itertools import pairwise
 from operator import getitem
 from types import BuiltinFunctionType
 from typing import Any
@@ -130,7 +139,11 @@ def parameter_only(graph: fx.Graph) -> list[fx.Node]:
     """
     found: dict[fx.Node, None] = {}
     for node in graph.nodes:
-        if node.op != "call_function" or not _has_tensors(node):
+        values = node.meta.get("val")
+        has_tensors = any(
+            isinstance(v, torch.Tensor) for v in (values if isinstance(values, tuple | list) else [values])
+        )
+        if node.op != "call_function" or not has_tensors:
             continue
         derived = bool(node.all_input_nodes) and all(n in found for n in node.all_input_nodes)
         # These are computed twice, in forward and in backward.
@@ -142,18 +155,7 @@ def parameter_only(graph: fx.Graph) -> list[fx.Node]:
 
 def is_own_collective(node: fx.Node) -> bool:
     """Whether a node starts a collective of the program's own, or waits for one."""
-    return _is_collective(node) and record_of(node) is None
-
-
-def _is_collective(node: fx.Node) -> bool:
-    return getattr(node.target, "namespace", "") == "_c10d_functional"
-
-
-def _has_tensors(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) or (
-        isinstance(value, tuple | list) and any(isinstance(v, torch.Tensor) for v in value)
-    )
+    return getattr(node.target, "namespace", "") == "_c10d_functional" and record_of(node) is None
 
 
 _KNOWN = ("aten", "prims", "_c10d_functional", "_dtensor", "fsdp_compile")
@@ -202,7 +204,7 @@ def readers(memory: Iterable[fx.Node]) -> list[fx.Node]:
 
 def waits_behind(nodes: Iterable[fx.Node]) -> list[fx.Node]:
     """Waits for the collectives that some nodes start, ours and the program's: until then these read their inputs."""
-    starts = [node for node in nodes if _is_collective(node)]
+    starts = [node for node in nodes if getattr(node.target, "namespace", "") == "_c10d_functional"]
     started = [*starts, *(user for start in starts for user in start.users if user.target is getitem)]
     return [user for node in started for user in node.users if user.target is collectives.wait_tensor.default]
 
@@ -269,3 +271,73 @@ def last_wait(gather: fx.Node, order: dict[fx.Node, int]) -> fx.Node:
     """The last wait for a message of an all-gather."""
     started = [gather, *(user for user in gather.users if role_of(user) is Role.GATHER_ITEM)]
     return last_of([u for s in started for u in s.users if role_of(u) is Role.GATHER_WAIT], order)
+
+
+def functions_of(call: fx.Node) -> list[fx.Node]:
+    """The nodes among a call's arguments that are functions."""
+    return [n for n in call.all_input_nodes if n.op == "get_attr" and isinstance(attribute(n), fx.GraphModule)]
+
+
+def attribute(node: fx.Node) -> Any:
+    """The value of a `get_attr` node."""
+    value: Any = node.graph.owning_module
+    for name in str(node.target).split("."):
+        value = getattr(value, name)
+    return value
+
+
+def function_at(node: fx.Node) -> fx.GraphModule:
+    """The function that a `get_attr` node gives."""
+    value = attribute(node)
+    assert isinstance(value, fx.GraphModule)
+    return value
+
+
+def is_write(node: fx.Node) -> bool:
+    """Whether a node writes into an argument, by its operator's schema."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
+def has_effect(node: fx.Node) -> bool:
+    """Whether a node of the program writes, sends, may draw random numbers or does anything else but compute."""
+    if node.op != "call_function" or role_of(node) is not None or node.target is collectives.wait_tensor.default:
+        return False
+    return is_own_collective(node) or is_write(node) or not is_known_to_repeat(node.target) or node.is_impure()
+
+
+def kept_order(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Pairs of nodes of which the first has to stay in front of the other, though it does not read it."""
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    yield from pairwise(filter(has_effect, order))
+    for write in filter(is_write, order):
+        for node in readers([_base(target) for target in _targets(write)]):
+            if node is not write:
+                yield (node, write) if order[node] < order[write] else (write, node)
+
+
+def written(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes whose memory the program writes, by themselves or through views."""
+    writes = (node for node in graph.nodes if is_write(node) and role_of(node) is None)
+    return [_base(target) for node in writes for target in _targets(node)]
+
+
+def tied_to_writes(graph: fx.Graph) -> frozenset[fx.Node]:
+    """Nodes that read or show memory which the program writes: across the write, they would read another value."""
+    return frozenset(node for held in aliases(written(graph)) for node in (held, *held.users))
+
+
+def _targets(node: fx.Node) -> list[fx.Node]:
+    """The tensors that a node writes."""
+    arguments = node.target._schema.arguments  # type: ignore[union-attr]
+    given = {**{a.name: value for a, value in zip(arguments, node.args, strict=False)}, **node.kwargs}
+    written = [given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    each = [value for one in written for value in (one if isinstance(one, list | tuple) else [one])]
+    return [value for value in each if isinstance(value, fx.Node)]
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """The node whose memory a view shows."""
+    while is_alias(node):
+        node = node.all_input_nodes[0]
+    return node

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,15 +39,13 @@ class Frame(NamedTuple):
 
 def frames_of(node: fx.Node) -> list[Frame]:
     """The calls in which Dynamo recorded a node, outermost first."""
-    return list(_frames([line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]))
-
-
-def _frames(trace: list[str]) -> Iterator[Frame]:
-    for i, line in enumerate(trace):
+    trace = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
+    frames = []
+    for line, code in zip(trace, [*trace[1:], ""], strict=False):
         if found := _FRAME.fullmatch(line):
-            code = "".join(trace[i + 1 : i + 2])
             is_known = not code.startswith('File "')  # else the program was made of a string
-            yield Frame(found["file"], int(found["line"]), found["function"], code if is_known else "")
+            frames.append(Frame(found["file"], int(found["line"]), found["function"], code if is_known else ""))
+    return frames
 
 
 def source_frame(node: fx.Node, *, that_calls: str | None = None) -> Frame | None:

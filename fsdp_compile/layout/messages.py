@@ -100,18 +100,13 @@ def full_parameter(b: Builder[T], gathered: T, spec: UnshardSpec, *, start: int,
         order = [*range(1, spec.dim + 1), 0, *range(spec.dim + 1, len(spec.shape) + 1)]
         full = view(b, b.call(aten.permute.default, parts, order), spec.padded_shape)
     full = narrow(b, full, spec.dim, 0, spec.shape[spec.dim])
-    if spec.order:
-        return _in_order(b, full, spec.order)
+    if spec.order:  # a copy whose dimensions lie in memory in this order, outermost first
+        stored = b.call(aten.permute.default, full, list(spec.order))
+        stored = b.call(aten.clone.default, stored, memory_format=torch.contiguous_format)
+        return b.call(aten.permute.default, stored, inverse(spec.order))
     if b.value(full).is_contiguous():
         return full
     return b.call(aten.clone.default, full, memory_format=torch.contiguous_format)
-
-
-def _in_order(b: Builder[T], full: T, order: Sequence[int]) -> T:
-    """A copy of `full` whose dimensions lie in memory in the order given, outermost first."""
-    stored = b.call(aten.permute.default, full, list(order))
-    stored = b.call(aten.clone.default, stored, memory_format=torch.contiguous_format)
-    return b.call(aten.permute.default, stored, inverse(order))
 
 
 def inverse(order: Sequence[int]) -> list[int]:

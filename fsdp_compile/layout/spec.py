@@ -11,7 +11,6 @@ import dataclasses
 import enum
 import functools
 import math
-from collections.abc import Iterable
 from urllib.parse import quote, unquote
 
 import torch
@@ -235,7 +234,8 @@ class UnshardSpec:
             fields["compute"] = self.compute
         if self.reduce_group:
             fields["reduce_over"] = self.reduce_group
-        fields |= {key: _names(getattr(self, key)) for key in _PREFETCH if getattr(self, key)}
+        lists = {key: ",".join(quote(name, safe=".()") for name in getattr(self, key)) for key in _PREFETCH}
+        fields |= {key: names for key, names in lists.items() if names}
         if self.update is not Update.AFTER_BACKWARD:
             fields["update"] = self.update.value
         return fields
@@ -292,10 +292,6 @@ def parse(text: str) -> UnshardSpec:
 def _usual_replicate_stride(size: int, stride: int, replicas: int) -> int:
     """In a mesh (replicate, shard): replicas are one shard group apart."""
     return size * stride if replicas > 1 else 1
-
-
-def _names(names: Iterable[str]) -> str:
-    return ",".join(quote(name, safe=".()") for name in names)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

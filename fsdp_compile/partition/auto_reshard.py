@@ -24,8 +24,7 @@ from fsdp_compile.ir.queries import read_text, unsharded_value
 from fsdp_compile.layout.spec import Reshard, parse
 from fsdp_compile.ops.unshard import UNSHARD
 from fsdp_compile.planner.auto_reshard import Halves, Pair, keep
-from fsdp_compile.planner.from_graph import accumulated_bytes
-from fsdp_compile.planner.from_markers import Outlined, outline
+from fsdp_compile.planner.from_graph import Outlined, accumulated_bytes, outline
 
 
 def asks_for_choice(step: StepGraph) -> bool:
@@ -104,13 +103,8 @@ def _keep(forward: StepGraph, backward: StepGraph, flat: str) -> None:
         again.setdefault(read_text(read), []).append(read)
     for text, reads in again.items():
         _save(forward, there[text])
-        _take(backward, reads, there[text], _record(backward, flat, text))
-
-
-def _record(step: StepGraph, flat: str, text: str) -> Record:
-    record, spec = require(_input(step, flat)), parse(text)
-    name = record.parameters[[held.offset for held in record.specs].index(spec.offset)]
-    return dataclasses.replace(record, role=Role.SAVED_PARAM, parameters=(name,), specs=(spec,), phase=Phase.BACKWARD)
+        record = require(_input(backward, flat)).of_one(parse(text), Role.SAVED_PARAM, Phase.BACKWARD)
+        _take(backward, reads, there[text], record)
 
 
 def _save(forward: StepGraph, value: fx.Node) -> None:

@@ -28,7 +28,7 @@ def counted(graph: fx.Graph) -> Iterator[dict[torch.Tensor, torch.Tensor]]:
         if not isinstance(value, torch.Tensor) or not any(map(_is_empty, value.shape)):
             continue
         source = next((one for one in node.all_input_nodes if one in rows), None)
-        row = _row(value)
+        row = math.prod(concrete(size) for size in value.shape if not _is_empty(size))  # the other dimensions
         rows[node] = 1 if source is None else rows[source]
         if source is not None and is_alias(node):  # the same elements, in other rows
             rows[node] = max(1, source.meta["val"].numel() // row)
@@ -46,11 +46,6 @@ def restore(nodes: Iterable[fx.Node], stand_ins: dict[torch.Tensor, torch.Tensor
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and value in stand_ins:
             node.meta["val"] = stand_ins[value]
-
-
-def _row(value: torch.Tensor) -> int:
-    """Elements of a value without the dimensions that are empty."""
-    return math.prod(concrete(size) for size in value.shape if not _is_empty(size))
 
 
 def _is_empty(size: object) -> bool:

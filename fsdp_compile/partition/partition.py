@@ -1,8 +1,14 @@
 """Splits the joint graph so that gathered parameters are not saved for backward, unless that was asked for.
 
 The default partitioner saves every gathered weight that backward needs, which turns full sharding silently into ZeRO-2.
-Here a read, and everything computed from reads alone, is marked to be recomputed: backward reads again. Of a parameter
-with a post-forward shard, that shard is saved.
+Here a read, and everything computed from reads alone, is marked to be recomputed: backward reads again.
+
+A read of a parameter with a post-forward shard becomes three markers. The part is saved for backward, everything else
+is computed again there: forward has all three, and needs only the first; backward has the last.
+
+    %w = fsdp_compile.unshard(%flat, spec)   ->   %full = fsdp_compile.unshard(%flat, spec)
+                                          %part = fsdp_compile.shard_post_forward(%full, spec)
+                                          %w = fsdp_compile.unshard_post_forward(%part, spec)
 """
 
 from __future__ import annotations
@@ -17,14 +23,15 @@ from fsdp_compile._torch.dynamo import (
     SavedForBackwardsAOTOutput,
     min_cut_rematerialization_partition,
 )
+from fsdp_compile.ir.edit import GraphBuilder
+from fsdp_compile.ir.graph import Phase, Role, require
 from fsdp_compile.ir.queries import parameter_only, read_text, unsharded_value
 from fsdp_compile.layout.spec import Reshard, Update, parse
 from fsdp_compile.ops.embedding import LOOK_UP
-from fsdp_compile.ops.post_forward import SHARD_POST_FORWARD
+from fsdp_compile.ops.post_forward import SHARD_POST_FORWARD, UNSHARD_POST_FORWARD
 from fsdp_compile.ops.unshard import UNSHARD
 from fsdp_compile.partition.cast_before_gather import cast_before_gather
 from fsdp_compile.partition.empty_values import counted, restore
-from fsdp_compile.partition.post_forward import shard_post_forward
 from fsdp_compile.partition.recompute import blocks, recompute
 from fsdp_compile.partition.updated_inputs import save_copies_of_updated_inputs
 
@@ -94,3 +101,26 @@ def _describe_results(output: fx.Node, results: Sequence[object]) -> None:
     assert isinstance(returned, tuple | list)
     saved = len(returned) - len(results)
     output.meta.setdefault("desc", [*results, *map(SavedForBackwardsAOTOutput, range(saved))])
+
+
+def shard_post_forward(joint: fx.Graph) -> None:
+    """Rewrites the reads of a joint graph whose flat parameters are named."""
+    reads: dict[tuple[fx.Node, str], list[fx.Node]] = {}
+    for node in joint.find_nodes(op="call_function", target=UNSHARD):
+        if unsharded_value(node) is None and parse(read_text(node)).post_forward_size > 1:
+            reads.setdefault((node.args[0], read_text(node)), []).append(node)
+    for (flat, text), markers in reads.items():
+        first = markers[0]
+        record = require(flat).of_one(parse(text), Role.POST_FORWARD_SHARD, Phase.FORWARD)
+        b = GraphBuilder(joint, record, first)
+        with joint.inserting_after(first):
+            part = b.call(SHARD_POST_FORWARD, first, text)
+        with joint.inserting_after(part):
+            again = b.call(UNSHARD_POST_FORWARD, part, text)
+            # It is a read, and markers have no record.
+            del again.meta["fsdp"]
+        for user in [user for marker in markers for user in marker.users if user is not part]:
+            for marker in markers:
+                user.replace_input_with(marker, again)
+        for marker in markers[1:]:
+            joint.erase_node(marker)

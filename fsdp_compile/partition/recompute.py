@@ -12,7 +12,7 @@ compute again has room.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from operator import getitem
 from typing import TypeVar
 
@@ -91,32 +91,25 @@ def _forward(joint: fx.Graph) -> list[fx.Node]:
     calls = [node for node in joint.nodes if node.op == "call_function"]
     reads = [node for node in calls if node.target in READS]
     kept = (n for n in calls if not _is_of_backward(n) and (n not in apart or n in reads))
-    return list(itertools.takewhile(lambda node: not _needs_gradient(node), kept))
+    return list(itertools.takewhile(lambda node: not any(map(_is_gradient, node.all_input_nodes)), kept))
 
 
 def _is_of_backward(node: fx.Node) -> bool:
     return node.meta.get("partitioner_tag") == "is_backward"  # AOTAutograd's own tag
 
 
-def _needs_gradient(node: fx.Node) -> bool:
-    return any(given.op == "placeholder" and given.name.startswith("tangents") for given in node.all_input_nodes)
+def _is_gradient(node: fx.Node) -> bool:
+    return node.op == "placeholder" and node.name.startswith("tangents")
 
 
 def _cuts(nodes: Sequence[fx.Node]) -> list[int]:
     """Before which calls blocks begin, but for the first one: one in each stretch between reads of different units."""
-    reads = list(_units_read(nodes))
+    records = {at: record_of(node.all_input_nodes[0]) for at, node in enumerate(nodes) if node.target in READS}
+    reads = [(at, record.unit) for at, record in records.items() if record is not None]
     changes = [(first, then) for (first, unit), (then, other) in itertools.pairwise(reads) if unit != other]
     live = _live_bytes(nodes)
     found = (min(range(first + 1, then + 1), key=lambda place: (live[place], -place)) for first, then in changes)
     return sorted(set(found))
-
-
-def _units_read(nodes: Sequence[fx.Node]) -> Iterator[tuple[int, str]]:
-    """The place and the unit of each read."""
-    for place, node in enumerate(nodes):
-        record = record_of(node.all_input_nodes[0]) if node.target in READS else None
-        if record is not None:
-            yield place, record.unit
 
 
 def _live_bytes(nodes: Sequence[fx.Node]) -> list[int]:
@@ -124,7 +117,9 @@ def _live_bytes(nodes: Sequence[fx.Node]) -> list[int]:
     place = {node: at for at, node in enumerate(nodes)}
     last: dict[fx.Node, int] = {}
     for node in nodes:
-        root = _root(node)
+        root = node
+        while is_alias(root) or (root.target is getitem and root.all_input_nodes):
+            root = root.all_input_nodes[0]
         if root in place and root.target not in READS:
             ends = [place[user] for user in node.users if user in place]
             last[root] = max([last.get(root, 0), *ends])
@@ -133,13 +128,6 @@ def _live_bytes(nodes: Sequence[fx.Node]) -> list[int]:
         for at in range(place[node] + 1, end + 1):
             live[at] += result_bytes(node)
     return live
-
-
-def _root(node: fx.Node) -> fx.Node:
-    """The node whose memory a view shows."""
-    while is_alias(node) or (node.target is getitem and node.all_input_nodes):
-        node = node.all_input_nodes[0]
-    return node
 
 
 def _can_run_twice(node: fx.Node) -> bool:

@@ -20,8 +20,7 @@ from torch import fx
 
 from fsdp_compile._torch.dynamo import updated_input
 from fsdp_compile.ir.edit import infer_value
-from fsdp_compile.ir.queries import aliases
-from fsdp_compile.ir.writes import written
+from fsdp_compile.ir.queries import aliases, written
 
 _CLONE = torch.ops.aten.clone.default
 

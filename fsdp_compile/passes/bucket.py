@@ -27,11 +27,16 @@ from fsdp_compile.ir.queries import InputsByFlat, first_of, flat_of, last_of, up
 from fsdp_compile.ir.source_line import source_line
 from fsdp_compile.layout.flat_layout import ReduceLayout
 from fsdp_compile.layout.messages import narrow, view
-from fsdp_compile.passes.bucketing.cast_once import cast_together
-from fsdp_compile.passes.bucketing.choose_layout import cheapest_bucket
-from fsdp_compile.passes.bucketing.copy_out import copy_together
+from fsdp_compile.passes.bucketing.copies import cast_together, copy_together
 from fsdp_compile.passes.bucketing.fsdp2_layout import Reduced, write_packed_reduction
-from fsdp_compile.passes.bucketing.join_small import can_be_joined, join_gathers, join_reductions
+from fsdp_compile.passes.bucketing.grouping import (
+    Groups,
+    can_be_joined,
+    cheapest_bucket,
+    edges_of,
+    join_gathers,
+    join_reductions,
+)
 from fsdp_compile.passes.bucketing.messages import (
     Bucket,
     Message,
@@ -41,10 +46,17 @@ from fsdp_compile.passes.bucketing.messages import (
     joint_record,
     start_grouped,
 )
-from fsdp_compile.passes.bucketing.split_edges import Groups, edges_of
-from fsdp_compile.passes.emit import all_gather
-from fsdp_compile.passes.emit.all_gather import full_node, post_forward_part
-from fsdp_compile.passes.emit.reduce import ON_THE_WAY, STARTS, add_partial, scale_after, stages
+from fsdp_compile.passes.emit import (
+    ON_THE_WAY,
+    STARTS,
+    add_partial,
+    full_node,
+    messages_of,
+    post_forward_part,
+    received,
+    scale_after,
+    stages,
+)
 from fsdp_compile.passes.follow_order import FollowOrder, cannot_follow
 from fsdp_compile.passes.insert_collectives import join_pieces
 
@@ -64,13 +76,16 @@ class BucketCollectives:
     """The pass; see the module's docstring.
 
     Attributes:
-        hardware: If given, units that by its times cannot be hidden at the edges of the graph are split.
+        hardware: If given, its times choose what is one message.
+        splits_edges: Whether units that by these times cannot be hidden at the edges of the graph are split; no use
+            where the collectives at the edges run outside of the graph.
         reduce_layout: Of the messages of reductions; FSDP2's is neither split nor joined.
         join_bytes: Units share collectives up to this many bytes of full parameters, or of full gradients; 0 for none.
         follow: If given, which parameters share a collective is as in another rank's plan.
     """
 
     hardware: Hardware | None = None
+    splits_edges: bool = True
     reduce_layout: ReduceLayout = ReduceLayout.ALIGNED
     join_bytes: int = 0
     follow: FollowOrder | None = None
@@ -81,11 +96,15 @@ class BucketCollectives:
         """One bucket per unit, groups and dtype of the message; several at the edges, one for several tiny units."""
         flats, partials = InputsByFlat(step.graph, Role.FLAT), InputsByFlat(step.graph, Role.PARTIAL_GRAD)
         gathered = [_gather_single(node) for node in step.nodes(Role.GATHER)]
-        reduced = [_reduce_single(node, flats) for node in step.nodes(*STARTS) if _sends_a_gradient(node)]
+        # A reduction begins at the stage that sends a gradient.
+        begun = [node for node in step.nodes(*STARTS) if role_of(node.all_input_nodes[0]) is Role.GRADIENT]
+        reduced = [_reduce_single(node, flats) for node in begun]
         if self.follow is not None:
             gathers, reductions = self.follow.group(step, gathered), self.follow.group(step, reduced)
-            if not all(_is_of_a_unit_or_joined(group, partials) for group in (*gathers, *reductions)):
-                raise cannot_follow(step)
+            for group in (*gathers, *reductions):
+                units = {require(single.start).unit for single in group}
+                if len(units) > 1 and not all(can_be_joined(single, partials) for single in group):
+                    raise cannot_follow(step)
         else:
             gathers, reductions = self._grouped(step, gathered, reduced, partials)
         for_reductions = self.hardware if self.reduce_layout is ReduceLayout.ALIGNED else None
@@ -107,7 +126,7 @@ class BucketCollectives:
         reductions = by_unit(reduced)
         if is_aligned:
             reductions = join_reductions(reductions, self.join_bytes, step.order(), partials)
-        if self.hardware is not None:
+        if self.hardware is not None and self.splits_edges:
             edges = edges_of(step, self.hardware)
             gathers = edges.split_gathers(gathers)
             if is_aligned:
@@ -121,11 +140,6 @@ class BucketCollectives:
             _write_gather(step, bucket, order)
         if plan.reductions:
             _write_reductions(step, plan.reductions, order, self.reduce_layout)
-
-
-def _is_of_a_unit_or_joined(group: Sequence[ParamCollective], partials: InputsByFlat) -> bool:
-    units = {require(single.start).unit for single in group}
-    return len(units) == 1 or all(can_be_joined(single, partials) for single in group)
 
 
 def _gather_single(start: fx.Node) -> ParamCollective:
@@ -149,11 +163,6 @@ def _next(node: fx.Node) -> fx.Node:
         where=source_line(node),
         instead="gathers as insert-collectives leaves them",
     )
-
-
-def _sends_a_gradient(start: fx.Node) -> bool:
-    """Whether a reduction begins here, and not with an earlier stage."""
-    return role_of(start.all_input_nodes[0]) is Role.GRADIENT
 
 
 def _reduce_single(start: fx.Node, flats: InputsByFlat) -> ParamCollective:
@@ -187,7 +196,7 @@ def _write_gather(step: StepGraph, bucket: Bucket, order: dict[fx.Node, int]) ->
         for single in piece.singles:
             b = GraphBuilder(step.graph, joint_record([single], Role.FULL), single.start)
             with step.graph.inserting_before(single.end):
-                message = arrived[0] if single.is_post_forward else all_gather.received(b, arrived, single.spec)
+                message = arrived[0] if single.is_post_forward else received(b, arrived, single.spec)
                 if single in parts:
                     full = b.call(aten.view.default, parts[single], list(single.spec.shape))
                 else:
@@ -236,7 +245,7 @@ def _shard_messages(b: GraphBuilder, piece: Message, cast: Mapping[Message, fx.N
             messages.append([cast[run]])
             continue
         b.record = run.record(Role.SHARD)
-        messages.append(all_gather.messages_of(b, run.flat, run.begin, run.span, run.singles[0].spec))
+        messages.append(messages_of(b, run.flat, run.begin, run.span, run.singles[0].spec))
     if len(messages) == 1:
         return messages[0]
     b.record = piece.record(Role.SHARD)
@@ -271,10 +280,11 @@ def _write_reduction(
     with step.graph.inserting_before(final):
         messages = [_gradient_message(b, piece) for piece in bucket.pieces]
         for stage in stages(bucket.spec):
-            if stage.start is Role.REPLICATE:
-                held = [partials.of(piece.flat) for piece in bucket.pieces]
-                sent = zip(bucket.pieces, held, messages, strict=True)
-                messages = [_with_partial(b, *each) for each in sent]
+            for index, piece in enumerate(bucket.pieces if stage.start is Role.REPLICATE else ()):
+                # What earlier backward passes have accumulated; pieces of several flat parameters have none.
+                if (partial := partials.of(piece.flat)) is not None:
+                    b.record = piece.record(Role.ADD_PARTIAL)
+                    messages[index] = add_partial(b, partial, piece.begin, messages[index])
             arguments = (messages, *stage.arguments(bucket.spec))
             messages = start_grouped(
                 b, stage.grouped, arguments, bucket.pieces, (stage.start, stage.item, stage.wait)
@@ -293,14 +303,6 @@ def _finished(b: GraphBuilder, piece: Message, shard: fx.Node) -> Iterator[Reduc
         yield run.flat, run.begin, narrow(b, shard, 0, start, start + run.span)
 
 
-def _with_partial(b: GraphBuilder, piece: Message, partial: fx.Node | None, shard: fx.Node) -> fx.Node:
-    """The reduce-scattered gradient of a piece, with what earlier backward passes have accumulated."""
-    if partial is None:
-        return shard
-    b.record = piece.record(Role.ADD_PARTIAL)
-    return add_partial(b, partial, piece.begin, shard)
-
-
 def _gradient_message(b: GraphBuilder, piece: Message) -> fx.Node:
     """`[size * span]`: rank after rank, each with its rows of every gradient in the piece."""
     b.record = piece.record(Role.GRADIENT)
@@ -312,7 +314,10 @@ def _gradient_message(b: GraphBuilder, piece: Message) -> fx.Node:
 
 def _rewrite_flat_gradient(step: StepGraph, old: fx.Node, pieces: list[tuple[int, fx.Node]]) -> None:
     old_parts = upstream(old, Role.SHARD_GRADIENT, Role.OFFLOAD_OUT, Role.OFFLOAD_OUT_WAIT)
-    pieces = pieces + _averages(old, *old_parts)
+    # Among the parts are gradients of looked-up rows: no bucket reduces them.
+    parts = dict.fromkeys(part for node in (old, *old_parts) for part in node.all_input_nodes)
+    averages = [node for node in parts if role_of(node) is Role.AVERAGE_ROWS]
+    pieces = pieces + [(require(node).specs[0].offset, node) for node in averages]
     record = dataclasses.replace(require(old), role=Role.SHARD_GRADIENT)
     with step.graph.inserting_before(step.output):
         new = join_pieces(GraphBuilder(step.graph, record, old), old, pieces)
@@ -320,12 +325,6 @@ def _rewrite_flat_gradient(step: StepGraph, old: fx.Node, pieces: list[tuple[int
     old.replace_all_uses_with(new)
     step.graph.erase_node(old)
     erase_unused(old_parts)
-
-
-def _averages(*parts: fx.Node) -> list[tuple[int, fx.Node]]:
-    """Gradients of looked-up rows among the parts of a flat gradient, with their offsets: no bucket reduces them."""
-    found = dict.fromkeys(n for part in parts for n in part.all_input_nodes if role_of(n) is Role.AVERAGE_ROWS)
-    return [(require(node).specs[0].offset, node) for node in found]
 
 
 def _erase_chain(single: ParamCollective) -> None:

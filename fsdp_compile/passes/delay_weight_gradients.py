@@ -17,14 +17,13 @@ from collections.abc import Container, Mapping, Sequence
 from torch import fx
 
 from fsdp_compile.cost.communicate import communication
-from fsdp_compile.cost.compute import NodeCost, node_costs
+from fsdp_compile.cost.compute import node_costs
 from fsdp_compile.cost.fusion import Fusion, plan_kernels
 from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.cost.hardware import hardware as named_hardware
 from fsdp_compile.ir.edit import move
 from fsdp_compile.ir.graph import Role, Stage, StepGraph, role_of
-from fsdp_compile.ir.queries import is_known_to_repeat
-from fsdp_compile.ir.writes import tied_to_writes
+from fsdp_compile.ir.queries import is_known_to_repeat, tied_to_writes
 from fsdp_compile.passes.schedule_reduce import chains_of, followers_of
 
 LEAST_GAIN = 0.25
@@ -77,7 +76,15 @@ class DelayWeightGradients:
         latest_first = [(chain, _made_for(chain[0], order, tied)) for chain in reversed(chains[-MOST:])]
         made = {node for _, made in latest_first for node in made}
         costs = node_costs(step.graph, self.hardware, plan_kernels(step.graph, self.fusion), wanted=made)
-        last, *others = (self._with_costs(chain, made, costs) for chain, made in latest_first)
+        last, *others = (
+            Delayed(
+                chain[0],
+                made,
+                compute_us=sum(costs[node].time_us for node in made),
+                link_us=sum(communication(start, self.hardware).alone_us for start in chain),
+            )
+            for chain, made in latest_first
+        )
         delayed = _most_useful(others, last.link_us)
         return DelayPlan(
             tuple(delayed[::-1]),
@@ -90,12 +97,6 @@ class DelayWeightGradients:
         """Moves the nodes."""
         move(step.graph, [(plan.moved, step.output)])
 
-    def _with_costs(
-        self, chain: Sequence[fx.Node], made: tuple[fx.Node, ...], costs: Mapping[fx.Node, NodeCost]
-    ) -> Delayed:
-        link_us = sum(communication(start, self.hardware).alone_us for start in chain)
-        return Delayed(chain[0], made, sum(costs[node].time_us for node in made), link_us)
-
 
 def _made_for(start: fx.Node, order: Mapping[fx.Node, int], tied: Container[fx.Node]) -> tuple[fx.Node, ...]:
     """What is computed for a reduction alone, in graph order: nothing with other readers, random or in `tied`."""
@@ -106,9 +107,9 @@ def _made_for(start: fx.Node, order: Mapping[fx.Node, int], tied: Container[fx.N
     heapq.heapify(places)
     while places:
         node = found[-heapq.heappop(places)]
-        if node in tied or node.op != "call_function" or not _can_wait(node):
+        if node in tied or node.op != "call_function" or role_of(node) not in (None, Role.GRADIENT):
             continue
-        if any(user not in alone for user in node.users):
+        if not is_known_to_repeat(node.target) or node.is_impure() or any(user not in alone for user in node.users):
             continue
         alone.add(node)
         for source in node.all_input_nodes:
@@ -116,11 +117,6 @@ def _made_for(start: fx.Node, order: Mapping[fx.Node, int], tied: Container[fx.N
                 found[order[source]] = source
                 heapq.heappush(places, -order[source])
     return tuple(sorted(alone - {start}, key=order.__getitem__))
-
-
-def _can_wait(node: fx.Node) -> bool:
-    ours = role_of(node) not in (None, Role.GRADIENT)
-    return not ours and is_known_to_repeat(node.target) and not node.is_impure()
 
 
 def _most_useful(latest_first: Sequence[Delayed], last_us: float) -> list[Delayed]:

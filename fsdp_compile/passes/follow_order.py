@@ -20,7 +20,7 @@ from fsdp_compile.errors import RankMismatchError
 from fsdp_compile.ir.calls import line_of, names_in, numbered, operator_in, starts_of
 from fsdp_compile.ir.edit import move
 from fsdp_compile.ir.graph import Stage, StepGraph
-from fsdp_compile.ir.writes import kept_order
+from fsdp_compile.ir.queries import kept_order
 from fsdp_compile.passes.bucketing.messages import ParamCollective
 from fsdp_compile.passes.sort_nodes import neighbours, sort_nodes
 

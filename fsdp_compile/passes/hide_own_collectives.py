@@ -24,7 +24,7 @@ from fsdp_compile.cost.hardware import hardware as named_hardware
 from fsdp_compile.ir.calls import starts_of
 from fsdp_compile.ir.edit import move
 from fsdp_compile.ir.graph import Phase, Stage, StepGraph
-from fsdp_compile.ir.writes import has_effect, kept_order
+from fsdp_compile.ir.queries import has_effect, kept_order
 from fsdp_compile.passes.sort_nodes import neighbours, sort_nodes
 
 MARGIN = 2.0

@@ -24,7 +24,7 @@ from torch import fx
 
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.ir.edit import GraphBuilder, sink
-from fsdp_compile.ir.graph import Record, Role, Stage, StepGraph, require
+from fsdp_compile.ir.graph import Role, Stage, StepGraph, require
 from fsdp_compile.ir.queries import (
     GRADIENTS_OF_READS,
     READS,
@@ -38,9 +38,15 @@ from fsdp_compile.layout.messages import cast, gradient_rows, narrow, view
 from fsdp_compile.layout.spec import GradPlacement, UnshardSpec, parse
 from fsdp_compile.ops.embedding import AVERAGE_ROWS, LOOK_UP, REDUCE_ROWS
 from fsdp_compile.ops.post_forward import SHARD_POST_FORWARD
-from fsdp_compile.passes.emit import all_gather
-from fsdp_compile.passes.emit.host_copy import copy_out
-from fsdp_compile.passes.emit.reduce import reduce_one, scale_before
+from fsdp_compile.passes.emit import (
+    copy_out,
+    full_node,
+    message_of,
+    reduce_one,
+    scale_before,
+    shard_post_forward,
+    view_of_unsharded,
+)
 
 aten = torch.ops.aten
 _ROLE_OF_PLACEMENT = {
@@ -110,16 +116,9 @@ class InsertCollectives:
         for read in plan.reads:
             _insert_gather(step, read, order)
         for node in step.graph.find_nodes(op="call_function", target=LOOK_UP):
-            node.meta["fsdp"] = _parameter_record(node.args[0], parse(read_text(node)), Role.LOOK_UP, step)
+            node.meta["fsdp"] = require(node.args[0]).of_one(parse(read_text(node)), Role.LOOK_UP, step.phase)
         for flat_gradient in plan.flat_gradients:
             _insert_reductions(step, flat_gradient, order)
-
-
-def _parameter_record(flat: fx.Node, spec: UnshardSpec, role: Role, step: StepGraph) -> Record:
-    """The record of a node that serves one parameter of a flat parameter, or the one of which `flat` is a part."""
-    record = require(flat)
-    name = record.parameters[[held.offset for held in record.specs].index(spec.offset)]
-    return Record(role, record.unit, (name,), (spec,), step.phase)
 
 
 def _insert_gather(step: StepGraph, read: Read, order: dict[fx.Node, int]) -> None:
@@ -127,17 +126,17 @@ def _insert_gather(step: StepGraph, read: Read, order: dict[fx.Node, int]) -> No
     marker = min(read.markers, key=order.__getitem__)
     flat = marker.args[0]
     assert isinstance(flat, fx.Node)
-    b = GraphBuilder(step.graph, _parameter_record(flat, spec, Role.SHARD, step), marker)
+    b = GraphBuilder(step.graph, require(flat).of_one(spec, Role.SHARD, step.phase), marker)
     kept = unsharded_value(marker)
     with step.graph.inserting_before(marker):
         if kept is None:
-            message = all_gather.message_of(b, marker, spec)
-            full = all_gather.full_node(b, message, spec, start=0, span=spec.extent)
+            message = message_of(b, marker, spec)
+            full = full_node(b, message, spec, start=0, span=spec.extent)
         else:
-            full = message = all_gather.view_of_unsharded(b, kept, spec)
+            full = message = view_of_unsharded(b, kept, spec)
     for node in read.markers:
         for part in [user for user in node.users if user.target is SHARD_POST_FORWARD]:
-            all_gather.shard_post_forward(b, part, message, full)
+            shard_post_forward(b, part, message, full)
         node.replace_all_uses_with(full)
         step.graph.erase_node(node)
 
@@ -171,7 +170,8 @@ def _insert_reductions(step: StepGraph, planned: FlatGradient, order: dict[fx.No
     for reduction in planned.reductions:
         marker = reduction.last_marker
         stays = marker.target is REDUCE_ROWS
-        record = _parameter_record(planned.flat, reduction.spec, Role.AVERAGE_ROWS if stays else Role.GRADIENT, step)
+        role = Role.AVERAGE_ROWS if stays else Role.GRADIENT
+        record = require(planned.flat).of_one(reduction.spec, role, step.phase)
         b = GraphBuilder(step.graph, record, marker)
         with step.graph.inserting_before(marker):
             piece = _insert_average(b, reduction) if stays else _insert_reduction(b, reduction)
@@ -181,15 +181,12 @@ def _insert_reductions(step: StepGraph, planned: FlatGradient, order: dict[fx.No
     # Where all pieces exist: at the sum that the flat gradient replaces, or at the last marker.
     with step.graph.inserting_before(last_of([planned.output, *(r.last_marker for r in planned.reductions)], order)):
         b = GraphBuilder(step.graph, flat_record, planned.output)
-        flat_gradient = join_pieces(b, planned.output, pieces, parts=_parts(planned.reductions[0].spec))
+        # Unreduced, a gradient has a part for each rank that has rows in it.
+        parts = planned.reductions[0].spec.size if placement is GradPlacement.UNREDUCED else 1
+        flat_gradient = join_pieces(b, planned.output, pieces, parts=parts)
     flat_gradient.meta["fsdp"] = dataclasses.replace(flat_record, role=_ROLE_OF_PLACEMENT[placement])
     planned.output.replace_all_uses_with(flat_gradient)
     _erase_sums(planned.output)
-
-
-def _parts(spec: UnshardSpec) -> int:
-    """The number of parts of a flat parameter's gradient: unreduced, it has one per rank that has rows in it."""
-    return spec.size if spec.grad_placement is GradPlacement.UNREDUCED else 1
 
 
 def _insert_reduction(b: GraphBuilder, reduction: Reduction) -> fx.Node:
@@ -205,7 +202,10 @@ def _insert_reduction(b: GraphBuilder, reduction: Reduction) -> fx.Node:
         return cast(b, rows, spec.unrounded_dtype)
     held, partial = added_gradients(reduction.last_marker)
     if held is not None:
-        rows = _add_unreduced(b, held, cast(b, rows, spec.unrounded_dtype), spec)
+        rows = cast(b, rows, spec.unrounded_dtype)
+        with b.as_role(Role.ADD_UNREDUCED):
+            every = view(b, held, [spec.size, b.value(held).shape[0] // spec.size])
+            rows = b.call(aten.add.Tensor, narrow(b, every, 1, spec.offset, spec.offset + spec.extent), rows)
     rows = cast(b, rows, spec.reduce_dtype)
     message = scale_before(b, view(b, rows, [spec.size * spec.extent]), spec)
     return reduce_one(b, message, spec, partial)
@@ -225,12 +225,6 @@ def _insert_average(b: GraphBuilder, reduction: Reduction) -> fx.Node:
 def _joined_rows(b: GraphBuilder, parts: Sequence[Any], shape: list[int]) -> fx.Node:
     with b.as_role(Role.GRADIENT):
         return b.call(aten.cat.default, [b.call(aten.reshape.default, part, shape) for part in parts])
-
-
-def _add_unreduced(b: GraphBuilder, held: fx.Node, rows: fx.Node, spec: UnshardSpec) -> fx.Node:
-    with b.as_role(Role.ADD_UNREDUCED):
-        every = view(b, held, [spec.size, b.value(held).shape[0] // spec.size])
-        return b.call(aten.add.Tensor, narrow(b, every, 1, spec.offset, spec.offset + spec.extent), rows)
 
 
 def join_pieces(b: GraphBuilder, like: fx.Node, pieces: Iterable[tuple[int, fx.Node]], *, parts: int = 1) -> fx.Node:

@@ -33,7 +33,8 @@ def poison_freed_messages(step: StepGraph) -> None:
         role = role_of(node)
         if role in _CHECKED:
             with step.graph.inserting_after(node):
-                _call(node, CHECK_MESSAGE, node, _CHECKED[role].format(_named(node)))
+                units = ", ".join(unit or "the root unit" for unit in require(node).units)
+                _call(node, CHECK_MESSAGE, node, _CHECKED[role].format(units))
         if node.target is RESHARD:
             users = {user for held in aliases(node.all_input_nodes) for user in held.users}
             last = last_of([node, *waits_behind(users)], order)
@@ -48,7 +49,3 @@ def _call(serves: fx.Node, op: Any, *args: Any) -> None:
     node.meta["val"] = None
     if "stack_trace" in serves.meta:
         node.meta["stack_trace"] = serves.meta["stack_trace"]
-
-
-def _named(node: fx.Node) -> str:
-    return ", ".join(unit or "the root unit" for unit in require(node).units)

@@ -92,7 +92,9 @@ class ScheduleAuto:
             BudgetTooSmallError: If no plan keeps within the budget.
         """
         followers = followers_of(step)
-        posed = self._posed(step, followers)
+        moved = {node for following in followers.values() for node in following}
+        moved.update(node for gather in step.nodes(Role.GATHER) for node in upstream(gather, *SENT))
+        posed = pose(step, chains_of(followers), frozenset(moved), self.hardware, self.fusion)
         if self.budget_bytes is None:
             budget = max(posed.problem.promised_bytes, max(posed.problem.least_live_bytes(), default=0))
         else:
@@ -110,13 +112,6 @@ class ScheduleAuto:
             placement.bound_us,
         )
 
-    def _posed(self, step: StepGraph, followers: Followers) -> Posed:
-        moved = {node for following in followers.values() for node in following}
-        chains = chains_of(followers)
-        for gather in step.nodes(Role.GATHER):
-            moved.update(upstream(gather, *SENT))
-        return pose(step, chains, frozenset(moved), self.hardware, self.fusion)
-
     def apply(self, step: StepGraph, plan: SchedulePlan) -> None:
         """Moves the nodes."""
         waits = ((one.followers, one.anchor) for one in plan.awaits)
@@ -131,19 +126,16 @@ def _too_small(step: StepGraph, posed: Posed, error: BudgetError, budget: int) -
     ]
     held = f", with {', '.join(dict.fromkeys(units))} gathered" if units else ""
     least_bytes = for_graphs(error.least_bytes)
+    # Rounded up to three digits, so that a budget copied from the message is accepted.
+    unit = 10 ** max(len(str(least_bytes)) - 3, 0)
+    enough_bytes = -(-least_bytes // unit) * unit
     raised = BudgetTooSmallError(
         f"{budget / 1e9:g} GB do not hold what %{node} of the {step.phase.value} graph needs at once{held}",
         where="options={'memory_budget_gb': ...}",
-        instead=f"at least {_rounded_up(least_bytes) / 1e9:g}, or smaller units or batches",
+        instead=f"at least {enough_bytes / 1e9:g}, or smaller units or batches",
     )
     raised.least_bytes = least_bytes
     return raised
-
-
-def _rounded_up(size_bytes: int) -> int:
-    """Rounds to three digits, so that a budget copied from a message is accepted."""
-    unit = 10 ** max(len(str(size_bytes)) - 3, 0)
-    return -(-size_bytes // unit) * unit
 
 
 def _anchor(step: StepGraph, posed: Posed, position: int) -> fx.Node:

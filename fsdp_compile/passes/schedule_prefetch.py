@@ -1,11 +1,26 @@
-"""Starts each all-gather early: while the bucket before it computes.
+"""Starts all-gathers early, by fixed rules: a number of buckets ahead, or FSDP1's.
+
+`SchedulePrefetch` starts each while the bucket before it computes:
 
     wait 0, compute 0, gather 1, wait 1, compute 1   ->   gather 1, wait 0, compute 0, wait 1, compute 1
 
 A gather is moved before the wait of the bucket that is `distance` before it, so at most `distance + 1` buckets are
 gathered at once. The first ones start at the top of the graph. Only starts are moved, in the order they had.
 
-A shard on the host is copied to the device one bucket earlier still, so that no gather waits for the bus:
+`ScheduleFSDP1` has two rules. BACKWARD_PRE, and forward prefetch: where the bucket before it is waited for, so that
+both are unsharded while it computes.
+
+    wait 1, compute 1, reduce 1, gather 0, wait 0   ->   gather 0, wait 1, compute 1, reduce 1, wait 0
+
+BACKWARD_POST: where each bucket is freed that is freed before it is needed, and the gradients of the one before it are
+ready, ahead of their reduction on the link.
+
+    wait 1, compute 1, reduce 1, gather 0, wait 0   ->   wait 1, compute 1, gather 0, reduce 1, wait 0
+
+Nothing starts ahead of the first bucket then, which is gathered where it is needed; without a limit all start at the
+top.
+
+By each rule, a shard on the host is copied to the device one bucket earlier still, so that no gather waits for the bus:
 
     copy 0, copy 1, gather 0, copy 2, gather 1, wait 0, compute 0, copy 3, gather 2, wait 1, compute 1
 
@@ -15,13 +30,16 @@ Where nothing is gathered (one rank, or replicas alone), units are copied one un
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import fx
 
+from fsdp_compile.config.prefetch import Ahead
+from fsdp_compile.cost.timeline import waits_of
 from fsdp_compile.ir.edit import move, with_needs
-from fsdp_compile.ir.graph import SENT, Role, Stage, StepGraph, require, role_of
-from fsdp_compile.ir.queries import first_of, upstream
+from fsdp_compile.ir.graph import SENT, Phase, Role, Stage, StepGraph, require, role_of
+from fsdp_compile.ir.queries import aliases, first_of, last_of, upstream
+from fsdp_compile.passes.schedule_reduce import chains_of, first_message_node, followers_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,5 +126,60 @@ def lone_copies(step: StepGraph) -> list[CopyMove]:
 
 def first_wait(gather: fx.Node, order: dict[fx.Node, int]) -> fx.Node:
     """The first wait for any message of a gather."""
-    started = [gather, *(user for user in gather.users if role_of(user) is Role.GATHER_ITEM)]
-    return first_of([u for s in started for u in s.users if role_of(u) is Role.GATHER_WAIT], order)
+    return first_of(waits_of(gather), order)
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduleFSDP1:
+    """The pass; see the module's docstring."""
+
+    forward: Ahead = Ahead.AT_NEED
+    backward: Ahead = Ahead.BEFORE_COMPUTE
+    name = "schedule-fsdp1"
+    stage = Stage.BUCKETED
+
+    def plan(self, step: StepGraph) -> PrefetchPlan:
+        """Finds the anchor of each gather that moves."""
+        rule = self.forward if step.phase is Phase.FORWARD else self.backward
+        if rule is Ahead.AT_NEED:
+            return PrefetchPlan(())
+        order = step.order()
+        gathers = list(step.nodes(Role.GATHER))
+        anchors = _anchors(step, rule, gathers, order)
+        moves: list[Move | CopyMove] = []
+        for k, (gather, anchor) in enumerate(zip(gathers, anchors, strict=True)):
+            here = anchor or first_of([*upstream(gather, *SENT), gather], order)
+            ahead = gathers[k + 1 : k + 2] if k or anchor is None else gathers[:2]
+            moves += [CopyMove(copy, here) for each in ahead for copy in copies_to(each)]
+            moves += [Move(gather, anchor)] if anchor is not None else []
+        return PrefetchPlan((*moves, *lone_copies(step)))
+
+    def apply(self, step: StepGraph, plan: PrefetchPlan) -> None:
+        """Moves the copies, each with its slice, and the gathers, each with the casts that it sends."""
+        move(step.graph, with_what_is_sent(plan.moves))
+
+
+def _anchors(
+    step: StepGraph, rule: Ahead, gathers: Sequence[fx.Node], order: dict[fx.Node, int]
+) -> list[fx.Node | None]:
+    """The node before which each gather starts; `None` for one that stays."""
+    if rule is Ahead.AT_ONCE:
+        return [top_of(step)] * len(gathers)
+    before = gathers[:-1]
+    if rule is Ahead.BEFORE_COMPUTE:
+        return [None, *(first_wait(gather, order) for gather in before)][: len(gathers)]
+    reductions = [chain[0] for chain in chains_of(followers_of(step))]
+    needs = [first_of([*upstream(gather, *SENT), gather], order) for gather in gathers]
+    shared = [aliases(waits_of(gather)) for gather in before]
+    last_uses = [last_of([*nodes, *(user for node in nodes for user in node.users)], order) for nodes in shared]
+    # A bucket that leaves the graph is never freed.
+    freed = [last if last is step.output else last.next for last in last_uses]
+    anchors: list[fx.Node | None] = [None]
+    for k, gather in enumerate(before):
+        mine = set(require(gather).claims)
+        reduced = [first_message_node(node) for node in reductions if not mine.isdisjoint(require(node).claims)]
+        computed = last_of([freed[k], *reduced], order)
+        # Buckets before that one may be freed later than it: a root's norms, which a whole block reads.
+        later = [node for node in (computed, *freed[:k]) if order[node] < order[needs[k + 1]]]
+        anchors.append(last_of(later, order) if computed in later else None)
+    return anchors[: len(gathers)]

@@ -24,7 +24,7 @@ from torch import fx
 from fsdp_compile.ir.edit import move
 from fsdp_compile.ir.graph import Role, Stage, StepGraph, role_of
 from fsdp_compile.ir.queries import last_of, upstream
-from fsdp_compile.passes.emit.reduce import STARTS
+from fsdp_compile.passes.emit import STARTS
 
 _ITEMS = (Role.REDUCE_ITEM, Role.REPLICATE_ITEM)
 

@@ -12,8 +12,9 @@ import dataclasses
 
 from torch import fx
 
+from fsdp_compile.cost.timeline import waits_of
 from fsdp_compile.ir.edit import GraphBuilder
-from fsdp_compile.ir.graph import Record, Role, Stage, StepGraph, require, role_of
+from fsdp_compile.ir.graph import Record, Role, Stage, StepGraph, require
 from fsdp_compile.ir.queries import aliases, last_of
 from fsdp_compile.ops.effects import RESHARD
 
@@ -46,7 +47,7 @@ class ScheduleReshard:
         order = step.order()
         releases, kept = [], []
         for gather in step.nodes(Role.GATHER):
-            waits = _waits(gather)
+            waits = waits_of(gather)
             shared = aliases(waits)
             users = {user for node in shared for user in node.users}
             if step.output in users:
@@ -62,8 +63,3 @@ class ScheduleReshard:
             b = GraphBuilder(step.graph, release.record, release.last_use)
             with step.graph.inserting_after(release.last_use):
                 b.call(RESHARD, list(release.messages))
-
-
-def _waits(gather: fx.Node) -> list[fx.Node]:
-    started = [gather, *(u for u in gather.users if role_of(u) is Role.GATHER_ITEM)]
-    return [u for s in started for u in s.users if role_of(u) is Role.GATHER_WAIT]

@@ -11,8 +11,8 @@ from fsdp_compile.cost.hardware import hardware_of
 from fsdp_compile.ir.graph import Phase, Role, StepGraph, require
 from fsdp_compile.layout.flat_layout import ReduceLayout
 from fsdp_compile.options import FSDPOptions
-from fsdp_compile.passes.bucketing.join_small import worth_joining_bytes
-from fsdp_compile.verify.limits import Limits
+from fsdp_compile.passes.bucketing.grouping import worth_joining_bytes
+from fsdp_compile.verify.facts import Limits
 
 PROMISES: Final = {
     Ahead.AT_NEED: Limits(prefetch=0),

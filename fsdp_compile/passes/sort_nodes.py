@@ -32,15 +32,12 @@ def neighbours(wanted: Sequence[fx.Node], order: dict[fx.Node, int]) -> Iterator
             for wait in waits_of(later):
                 yield from ((earlier, wait) for earlier in waits_of(first))
             if role in (Role.REDUCE, Role.REPLICATE):
-                yield first, last_of(_gradients_of(later), order)
+                made = [later, *upstream(later, Role.GRADIENT)]
+                gradients = [n for one in made for n in one.all_input_nodes if role_of(n) is not Role.GRADIENT]
+                yield first, last_of(gradients, order)
             elif role is Role.GATHER and (readers := _readers_of(first)):
                 earliest = first_of(readers, order)
                 yield from ((earliest, reader) for reader in _readers_of(later) if reader is not earliest)
-
-
-def _gradients_of(start: fx.Node) -> set[fx.Node]:
-    made = [start, *upstream(start, Role.GRADIENT)]
-    return {node for one in made for node in one.all_input_nodes if role_of(node) is not Role.GRADIENT}
 
 
 def _readers_of(start: fx.Node) -> list[fx.Node]:

@@ -20,8 +20,6 @@ from fsdp_compile.ir.queries import InputsByFlat, flat_of, last_of, readers, ups
 from fsdp_compile.layout.spec import Update
 from fsdp_compile.ops import effects
 
-_JOINED = (Role.SHARD_GRADIENT,)
-
 
 @dataclasses.dataclass(frozen=True)
 class FlatUpdate:
@@ -75,7 +73,7 @@ class UpdateInBackward:
         move(step.graph, ((one.pieces, one.anchor.next) for one in plan.updates))
         for one in plan.updates:
             record = dataclasses.replace(require(one.gradient), role=Role.UPDATE)
-            _return_nothing(step, one.gradient)
+            step.output.args = (tuple(None if out is one.gradient else out for out in _returned(step)),)
             with step.graph.inserting_after(one.gradient):
                 b = GraphBuilder(step.graph, record, one.gradient)
                 b.call(effects.UPDATE, one.flat, one.gradient, list(one.offsets))
@@ -84,15 +82,11 @@ class UpdateInBackward:
 def _own_pieces(gradient: fx.Node) -> list[fx.Node]:
     """The nodes that join a gradient and are used for nothing else."""
     own = [gradient]
-    for node in reversed(upstream(gradient, *_JOINED)):
+    for node in reversed(upstream(gradient, Role.SHARD_GRADIENT)):
         # Joined units share the division of their message.
         if all(user in own for user in node.users):
             own.append(node)
     return own[::-1]
-
-
-def _return_nothing(step: StepGraph, gradient: fx.Node) -> None:
-    step.output.args = (tuple(None if out is gradient else out for out in _returned(step)),)
 
 
 def claim_gradients(forward: StepGraph, backward: StepGraph) -> None:

@@ -70,7 +70,14 @@ def keep(step: Halves, pairs: Sequence[Pair], *, budget_bytes: int | None, margi
             `None` for what a schedule without a budget may use.
         margin: How much slower than estimated the link may be.
     """
-    first = sorted(pairs, key=lambda pair: _held_us(step, pair))
+    forward, backward = step.forward, step.backward
+
+    def held_us(pair: Pair) -> float:
+        """How long a bucket would be in memory without being used."""
+        after_us = forward.compute_us - forward.reached_us[forward.gathers[pair.forward].free]
+        return after_us + backward.reached_us[backward.gathers[pair.backward].need]
+
+    first = sorted(pairs, key=held_us)
     found: dict[int, tuple[float, ...]] = {}
     for count in _counts(len(first)):
         kept = step.keeping(first[:count])
@@ -84,12 +91,6 @@ def keep(step: Halves, pairs: Sequence[Pair], *, budget_bytes: int | None, margi
 
     best = min(found, key=lambda count: (max(NEAR, lost(count)), count))
     return tuple(first[:best])
-
-
-def _held_us(step: Halves, pair: Pair) -> float:
-    """How long a bucket would be in memory without being used."""
-    after = step.forward.compute_us - step.forward.reached_us[step.forward.gathers[pair.forward].free]
-    return after + step.backward.reached_us[step.backward.gathers[pair.backward].need]
 
 
 def _counts(most: int) -> Iterator[int]:
@@ -114,19 +115,15 @@ def _fits(step: Halves, kept: Halves, budget_bytes: int | None) -> bool:
 
 def _times_us(step: Halves, budget_bytes: int | None, margin: float) -> tuple[float, ...]:
     """Estimated time of both graphs, on the link as estimated and on a slower one."""
-    plans = [
-        (half, place(half, budget_bytes=_budget(half, budget_bytes), margin=margin))
-        for half in (step.forward, step.backward)
-    ]
+    plans = []
+    for half in (step.forward, step.backward):
+        # At least what the problem needs: the pass that plans the graph reports a budget that is too small.
+        most = half.promised_bytes if budget_bytes is None else budget_bytes
+        most = max(most, max(half.least_live_bytes(), default=0))
+        plans.append((half, place(half, budget_bytes=most, margin=margin)))
     return tuple(
         sum(replay(half.slower(times), plan.issued, plan.waits) for half, plan in plans) for times in (1.0, margin)
     )
-
-
-def _budget(problem: Problem, budget_bytes: int | None) -> int:
-    """The budget, at least what the problem needs: the pass that plans the graph reports one that is too small."""
-    most = problem.promised_bytes if budget_bytes is None else budget_bytes
-    return max(most, max(problem.least_live_bytes(), default=0))
 
 
 def _with(least_bytes: tuple[int, ...], held: Sequence[tuple[int, int, int]]) -> tuple[int, ...]:

@@ -22,13 +22,43 @@ that are slower by `margin` and by its square as well, and the one is taken that
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
-from fsdp_compile.planner.latest import latest_starts
 from fsdp_compile.planner.problem import Gather, Problem, Start, What
 from fsdp_compile.planner.replay import replay
+
+
+def _latest_gathers_us(problem: Problem, margin: float) -> list[float]:
+    """When each gather must start at the latest so that computing does not wait; negative if that is too late.
+
+    In time of computing without stalls, on a link and a bus that take `margin` times longer.
+    """
+    # Reductions that become ready between the needs of two gathers are served between them.
+    ready = [reduction.ready for reduction in problem.reductions]
+    latest: list[float] = []
+    following: Gather | None = None
+    for gather in reversed(problem.gathers):
+        must_end = problem.reached_us[gather.need]
+        if following is not None:
+            served = slice(bisect.bisect_left(ready, gather.need), bisect.bisect_left(ready, following.need))
+            between = sum(sum(r.stages_us) for r in problem.reductions[served])
+            must_end = min(must_end, latest[-1] - between)
+        latest.append(must_end - margin * gather.time_us)
+        following = gather
+    return latest[::-1]
+
+
+def _latest_copies_us(problem: Problem, margin: float, gathers_us: Sequence[float]) -> list[float]:
+    """The same for the copies from the host: each is complete when its gather must start; the bus is shared."""
+    latest: list[float] = []
+    must_end = float("inf")
+    for gather, gather_us in zip(reversed(problem.gathers), reversed(gathers_us), strict=True):
+        must_end = min(must_end, gather_us) - margin * gather.copy_us
+        latest.append(must_end)
+    return latest[::-1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +170,8 @@ class _Play:
         self.problem = problem
         self.live = live
         self.room = room
-        self.latest = latest_starts(problem, margin)
+        self.latest_gathers_us = _latest_gathers_us(problem, margin)
+        self.latest_copies_us = _latest_copies_us(problem, margin, self.latest_gathers_us)
         self.margin = margin
         self.ready_bytes = problem.ready_bytes
         self.exchanges = sorted(problem.exchanges)
@@ -170,7 +201,9 @@ class _Play:
                 self.in_flight[index] = self._queue(reduction.stages_us[0])
                 self.gradient_bytes += reduction.held_bytes(0)
             self._hold_or_wait(position)
-            self._await_gathers(position)
+            while self.awaited < len(self.starts) and self.problem.gathers[self.awaited].need == position:
+                self.now_us = max(self.now_us, self.gathered_us[self.awaited])
+                self.awaited += 1
             if position in self.problem.exchanges:
                 self.now_us = self._queue(self.problem.steps_us[position]).ends_us
             elif position < len(self.problem.steps_us):
@@ -213,7 +246,7 @@ class _Play:
             index = len(self.copied_us)
             gather = self.problem.gathers[index]
             early = bool(gather.copy_us) and position < gather.need
-            if not (early and self._is_too_late(position, self.in_free_us, self.latest.copies_us[index])):
+            if not (early and self._is_too_late(position, self.in_free_us, self.latest_copies_us[index])):
                 return
             if not self._fits(gather.copy_bytes, position, gather.need):
                 return
@@ -245,13 +278,17 @@ class _Play:
 
     def _may_start_early(self, gather: Gather, index: int, position: int) -> bool:
         started = index < len(self.copied_us)
-        if gather.copy_us and not (started and self.copied_us[index] <= self._stands_until_us(position)):
-            return False
+        if gather.copy_us:
+            # Compute waits at a position for the gathers that are needed there, whatever else starts.
+            running = zip(self.gathered_us[self.awaited :], self.problem.gathers[self.awaited :], strict=False)
+            stands_until_us = max([self.now_us, *(end_us for end_us, other in running if other.need == position)])
+            if not (started and self.copied_us[index] <= stands_until_us):
+                return False
         more_bytes = gather.early_bytes - gather.copy_bytes * started
         # Computing waits for an exchange at once: it must not queue behind a gather that is not needed yet.
         if self._delays_exchange(gather, position):
             return False
-        late = self._is_too_late(position, self.link_free_us, self.latest.gathers_us[index])
+        late = self._is_too_late(position, self.link_free_us, self.latest_gathers_us[index])
         # While a gather starts here, the gradients of reductions that start here are still in memory.
         at_once_bytes = self.live[position] + self.ready_bytes.get(position, 0) + more_bytes
         return late and at_once_bytes <= self.room.budget_bytes and self._fits(more_bytes, position, gather.need)
@@ -263,11 +300,6 @@ class _Play:
             return False
         reached_us = self.now_us + self.problem.reached_us[coming[0]] - self.problem.reached_us[position]
         return max(self.now_us, self.link_free_us) + gather.time_us > reached_us
-
-    def _stands_until_us(self, position: int) -> float:
-        """The time until which compute waits at a position, whatever else starts there."""
-        running = zip(self.gathered_us[self.awaited :], self.problem.gathers[self.awaited :], strict=False)
-        return max([self.now_us, *(end_us for end_us, gather in running if gather.need == position)])
 
     def _is_too_late(self, position: int, free_us: float, latest_us: float) -> bool:
         """Whether what queues on a lane that is free at `free_us` would be late if it started one position later."""
@@ -290,8 +322,3 @@ class _Play:
             self._wait(next(iter(self.in_flight)), position)
         if not last:
             self.live[position] += self.gradient_bytes
-
-    def _await_gathers(self, position: int) -> None:
-        while self.awaited < len(self.starts) and self.problem.gathers[self.awaited].need == position:
-            self.now_us = max(self.now_us, self.gathered_us[self.awaited])
-            self.awaited += 1

@@ -1,15 +1,108 @@
-"""Runs all rules on a graph and reports every complaint at once."""
+"""The rules, and the check of a graph against all of them, which reports every complaint at once.
+
+The table has the name, sentence and stages of each rule; `docs/invariants.md` explains them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
 
 from fsdp_compile.errors import InvariantError
 from fsdp_compile.ir.graph import Stage, StepGraph
-from fsdp_compile.verify.facts import Facts
-from fsdp_compile.verify.limits import Limits
-from fsdp_compile.verify.report import Complaint, hint, summary, where
-from fsdp_compile.verify.table import RULES, Rule
+from fsdp_compile.verify.facts import Facts, Limits
+from fsdp_compile.verify.report import Complaint, Finding, hint, summary, where
+from fsdp_compile.verify.rules import buffers, gathers, memory, records, reductions, schedule
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """One invariant: its name in errors, the sentence that must be true, and the stages after which it must be."""
+
+    name: str
+    sentence: str
+    find: Callable[[Facts], Iterable[Finding]]
+    stages: frozenset[Stage] = frozenset(Stage)
+
+
+_AT_THE_END = frozenset({Stage.FINAL})
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "gather-waited",
+        "every message of a collective has exactly one wait, after its start and before any use",
+        schedule.gather_waited,
+    ),
+    Rule(
+        "gathered-once",
+        "a graph gathers each parameter at most once, and every reader gets that parameter's own elements",
+        gathers.gathered_once,
+    ),
+    Rule(
+        "reduced-once",
+        "every gradient is averaged once over its own groups and lands at its own place of one flat gradient",
+        reductions.reduced_once,
+    ),
+    Rule(
+        "host-copies",
+        "shards on the host reach the device in one copy before the gather, and gradients come back in one",
+        buffers.host_copies,
+    ),
+    Rule(
+        "markers-gone",
+        "no fsdp_compile.unshard or fsdp_compile.reduce_grad is left",
+        records.markers_gone,
+    ),
+    Rule(
+        "no-use-after-reshard",
+        "every all-gather that stays in the graph is resharded once, and its memory is not used afterwards",
+        schedule.no_use_after_reshard,
+        _AT_THE_END,
+    ),
+    Rule(
+        "nothing-unsharded-saved",
+        "no value that gathered parameters alone determine is saved for backward, unless that was asked for",
+        memory.nothing_unsharded_saved,
+    ),
+    Rule(
+        "unsharded-bytes",
+        "live gathered bytes stay within the limits at every node",
+        memory.unsharded_bytes,
+        _AT_THE_END,
+    ),
+    Rule(
+        "plan-order",
+        "collectives of one group are issued in an order that the graph alone decides",
+        schedule.plan_order,
+    ),
+    Rule(
+        "explicit-prefetch",
+        "what a module was told to prefetch starts where that module's own parameters have arrived",
+        schedule.explicit_prefetch,
+        _AT_THE_END,
+    ),
+    Rule(
+        "updated-last",
+        "an update in backward takes its gradient once, and nothing reads its flat parameter afterwards",
+        reductions.updated_last,
+        _AT_THE_END,
+    ),
+    Rule(
+        "nothing-rank-specific",
+        "no argument of our nodes depends on the rank",
+        records.nothing_rank_specific,
+    ),
+    Rule(
+        "buffers-aligned",
+        "slots of a flat parameter are disjoint, and slots and message slices are aligned",
+        buffers.buffers_aligned,
+    ),
+    Rule(
+        "typed",
+        "every node of ours carries a record that fits its operator and its graph",
+        records.typed,
+    ),
+)
 
 
 def check(
@@ -46,4 +139,4 @@ def complaints(
 ) -> list[Complaint]:
     """All complaints of `rules` about a graph at a stage, in the order of the table."""
     facts = Facts(step, limits)
-    return [complaint for rule in rules if stage in rule.stages for complaint in rule.find(facts)]
+    return [Complaint(rule.name, *found) for rule in rules if stage in rule.stages for found in rule.find(facts)]

@@ -1,8 +1,11 @@
-"""A graph and what rules ask about it, computed once for all rules."""
+"""A graph and what rules ask about it, computed once for all rules: limits, collectives, owners of memory."""
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import functools
+from collections.abc import Iterable
 from functools import cached_property
 from operator import getitem
 from typing import Any
@@ -10,10 +13,134 @@ from typing import Any
 import torch
 from torch import fx
 
+from fsdp_compile._torch.distributed import collectives
 from fsdp_compile._torch.dynamo import is_saved_for_backward
 from fsdp_compile.ir.graph import DECLARING, Phase, Record, Role, StepGraph, record_of, require, role_of
-from fsdp_compile.verify.collective import Collective, Kind, collectives_of
-from fsdp_compile.verify.limits import Limits
+from fsdp_compile.layout.flat_layout import ReduceLayout
+from fsdp_compile.ops.comm_hook import HOOK_REDUCE, HOOK_REDUCE_COALESCED, HOOK_SCATTER, HOOK_SCATTER_COALESCED
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What the caller of `check` promised; `None` leaves a number unchecked.
+
+    Attributes:
+        prefetch: Buckets that may be in flight ahead of the one that is needed next.
+        alone: Whether a bucket that is gathered ahead may be live only with those that are still in use when it is
+            needed: all others are freed first.
+        unsharded_bytes: Bytes of gathered parameters that may be live at any node.
+        joined_bytes: Bytes of full parameters, or of full gradients, in a collective that several units share.
+        num_fwd_outputs: How many outputs of the forward graph go to the caller (results, mutated inputs); the others
+            are saved for backward. If `None`, the descriptions that AOTAutograd writes on the output node tell.
+        reduce_layout: Only "aligned" promises that messages of reductions are aligned.
+    """
+
+    prefetch: int | None = None
+    alone: bool = False
+    unsharded_bytes: int | None = None
+    joined_bytes: int | None = None
+    num_fwd_outputs: int | None = None
+    reduce_layout: ReduceLayout = ReduceLayout.ALIGNED
+
+
+WAIT = collectives.wait_tensor.default
+
+
+class Kind(enum.Enum):
+    """What a collective does."""
+
+    GATHER = "all-gather"
+    REDUCE = "reduce-scatter"
+    REPLICATE = "all-reduce"
+
+
+KINDS: dict[Any, Kind] = {
+    collectives.all_gather_into_tensor.default: Kind.GATHER,
+    collectives.all_gather_into_tensor_coalesced.default: Kind.GATHER,
+    collectives.reduce_scatter_tensor.default: Kind.REDUCE,
+    collectives.reduce_scatter_tensor_coalesced.default: Kind.REDUCE,
+    collectives.all_reduce.default: Kind.REPLICATE,
+    collectives.all_reduce_coalesced.default: Kind.REPLICATE,
+}
+HOOKS: dict[Any, Kind] = {
+    HOOK_SCATTER: Kind.REDUCE,
+    HOOK_SCATTER_COALESCED: Kind.REDUCE,
+    HOOK_REDUCE: Kind.REPLICATE,
+    HOOK_REDUCE_COALESCED: Kind.REPLICATE,
+}
+"""Communication hooks of the user's, which take the place of a collective."""
+KINDS |= HOOKS
+KIND_OF_ROLE = {Role.GATHER: Kind.GATHER, Role.REDUCE: Kind.REDUCE, Role.REPLICATE: Kind.REPLICATE}
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective; a grouped one carries several messages."""
+
+    start: fx.Node
+    kind: Kind
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether it returns a list, one result per message."""
+        return isinstance(self.start.args[0], list | tuple)
+
+    @cached_property
+    def sent(self) -> tuple[fx.Node, ...]:
+        """The messages that go in."""
+        first = self.start.args[0]
+        return tuple(first) if isinstance(first, list | tuple) else (first,)  # type: ignore[arg-type, return-value]
+
+    @property
+    def group(self) -> Any:
+        """Name of the process group, or key of the hook: the last argument of each of these operators."""
+        return self.start.args[-1]
+
+    @property
+    def size(self) -> Any:
+        """Number of ranks; `None` for an all-reduce, which does not say."""
+        return None if self.kind is Kind.REPLICATE else self.start.args[-2]
+
+    @property
+    def reduction(self) -> Any:
+        """How values are combined, such as "avg"; "hook" for the user's way, `None` for an all-gather."""
+        if self.start.target in HOOKS:
+            return "hook"
+        return None if self.kind is Kind.GATHER else self.start.args[1]
+
+    @cached_property
+    def unfinished(self) -> tuple[tuple[fx.Node, ...], ...]:
+        """For each message, the nodes of its result before it is waited for."""
+        if not self.is_grouped:
+            return ((self.start,),)
+        items: list[list[fx.Node]] = [[] for _ in self.sent]
+        for user in self.start.users:
+            if user.target is getitem and user.args[1] in range(len(items)):
+                items[user.args[1]].append(user)  # type: ignore[index]
+        return tuple(tuple(found) for found in items)
+
+    @cached_property
+    def waits(self) -> tuple[tuple[fx.Node, ...], ...]:
+        """For each message, the nodes that wait for it."""
+        return tuple(tuple(u for n in nodes for u in n.users if u.target is WAIT) for nodes in self.unfinished)
+
+    @property
+    def all_waits(self) -> tuple[fx.Node, ...]:
+        """The waits for all messages."""
+        return tuple(wait for waits in self.waits for wait in waits)
+
+
+def collectives_of(nodes: Iterable[fx.Node]) -> list[Collective]:
+    """The collectives among nodes, by record."""
+    found = []
+    for node in nodes:
+        role = role_of(node)
+        kind = KIND_OF_ROLE.get(role) if role is not None else None
+        # The rule `typed` reports operators that do not fit their role.
+        if kind is not None and KINDS.get(node.target) is kind:
+            found.append(Collective(node, kind))
+    return found
+
 
 _NOTHING: frozenset[fx.Node] = frozenset()
 
@@ -73,7 +200,8 @@ class Facts:
         if not any(lists.values()):
             return {}
         # A list names a unit: its gather counts only if it is needed later than that of the list's owner.
-        by_need = sorted((gather for gather in self.of_kind(Kind.GATHER) if gather.all_waits), key=self._needed)
+        waited = [gather for gather in self.of_kind(Kind.GATHER) if gather.all_waits]
+        by_need = sorted(waited, key=lambda gather: max(self.order[wait] for wait in gather.all_waits))
         found: dict[fx.Node, Collective] = {}
         for place, by in enumerate(by_need):
             units = record_units(by.start)
@@ -83,9 +211,6 @@ class Facts:
                 if names - units and (names - units) & record_units(gather.start):
                     found.setdefault(gather.start, by)
         return found
-
-    def _needed(self, gather: Collective) -> int:
-        return max(self.order[wait] for wait in gather.all_waits)
 
     @cached_property
     def outputs(self) -> list[Any]:

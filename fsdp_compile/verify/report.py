@@ -29,6 +29,8 @@ class Complaint:
     hint: str
 
 
+Finding = tuple[fx.Node, str, str]
+"""`node`, `what` and `hint` of a complaint, as a rule finds them."""
 SHOWN = 3
 """Complaints that are printed in full; the others are counted."""
 NEIGHBOURS = 3
@@ -70,7 +72,10 @@ def describe(node: fx.Node) -> str:
     arguments = ", ".join(_argument(value) for value in node.args)
     record = record_of(node)
     role = "" if record is None else f"  {{{record.role.value} of {record.unit}}}"
-    line = f"%{node} = {operator}({arguments}){_type(node.meta.get('val'))}{role}"
+    value, kind = node.meta.get("val"), ""
+    if isinstance(value, torch.Tensor):
+        kind = f" : {str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    line = f"%{node} = {operator}({arguments}){kind}{role}"
     return line if len(line) <= _LONGEST_LINE else line[: _LONGEST_LINE - 3] + "..."
 
 
@@ -78,9 +83,3 @@ def _argument(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_argument(item) for item in value) + "]"
     return f"%{value}" if isinstance(value, fx.Node) else repr(value)
-
-
-def _type(value: object) -> str:
-    if isinstance(value, torch.Tensor):
-        return f" : {str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-    return ""

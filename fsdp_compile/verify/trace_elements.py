@@ -4,25 +4,25 @@
 
 No rule trusts the shape of a pattern: whatever nodes a pass writes between a flat parameter and a full parameter, or
 between a gradient and the flat gradient, each element must come from its own place. Nodes move whole blocks, so a few
-elements of each parameter tell.
+elements of each parameter (`probes`) tell.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import getitem
 from typing import Any
 
 import torch
 from torch import fx
 
-from fsdp_compile.ir.graph import Role, role_of
+from fsdp_compile.ir.graph import Role, require, role_of
+from fsdp_compile.layout.spec import UnshardSpec
 from fsdp_compile.ops.host_copy import START_COPY, WAIT_COPY
 from fsdp_compile.ops.quantize import BLOCK_SCALES, DEQUANTIZE, QUANTIZE
-from fsdp_compile.verify.collective import KINDS, WAIT, Collective, Kind
-from fsdp_compile.verify.facts import shape_of
+from fsdp_compile.verify.facts import KINDS, WAIT, Collective, Facts, Kind, shape_of
 
 aten = torch.ops.aten
 
@@ -48,8 +48,12 @@ class Step:
     index: int
 
 
-def moved(node: fx.Node, index: int) -> Step | None:
-    """Where the element of `node` at `index` was copied from; `None` if `node` computes a new value."""
+def moved(node: fx.Node, index: int, rank: int = 0) -> Step | None:
+    """Where the element of `node` at `index` was copied from on a rank; `None` if `node` computes a new value."""
+    if str(node.target) == _POST_FORWARD_PART:  # out of a gathered message
+        message: fx.Node = node.args[0]  # type: ignore[assignment]
+        part = linear_size(node)
+        return Step(message, rank % (linear_size(message) // part) * part + index)
     move = MOVES.get(node.target)
     return None if move is None else move(node, index)
 
@@ -138,21 +142,10 @@ def _cat(node: fx.Node, index: int) -> Step | None:
     return None
 
 
-def _constant(node: fx.Node, _: int) -> Step | None:
-    return Step(None, 0) if node.args[1] == 0 else None
-
-
-def _zeros(_: fx.Node, __: int) -> Step:
-    return Step(None, 0)
-
-
-def _quantized(node: fx.Node, index: int) -> Step:
-    """A byte of elements represents the first of them."""
-    return Step(node.args[0], index * WIRES[node.args[2]].per_byte)  # type: ignore[arg-type, index]
-
-
-def _dequantized(node: fx.Node, index: int) -> Step:
-    return Step(node.args[0], index // WIRES[node.args[2]].per_byte)  # type: ignore[arg-type, index]
+def _from_bytes(node: fx.Node, index: int) -> Step:
+    """To quantized elements or back: a byte of them represents the first one."""
+    per_byte = WIRES[node.args[2]].per_byte  # type: ignore[index]
+    return Step(node.args[0], index * per_byte if node.target is QUANTIZE else index // per_byte)  # type: ignore[arg-type]
 
 
 def _block_scale(node: fx.Node, index: int) -> Step:
@@ -176,17 +169,17 @@ MOVES: dict[Any, Callable[[fx.Node, int], Step | None]] = {
     WAIT: _same,
     START_COPY: _same,
     WAIT_COPY: _same,
-    QUANTIZE: _quantized,
-    DEQUANTIZE: _dequantized,
+    QUANTIZE: _from_bytes,
+    DEQUANTIZE: _from_bytes,
     BLOCK_SCALES: _block_scale,
     aten.slice.Tensor: _slice,
     aten.permute.default: _permute,
     aten.expand.default: _expand,
     aten.constant_pad_nd.default: _pad,
     aten.cat.default: _cat,
-    aten.full.default: _constant,
-    aten.new_zeros.default: _zeros,
-    aten.zeros.default: _zeros,
+    aten.full.default: lambda node, _: Step(None, 0) if node.args[1] == 0 else None,
+    aten.new_zeros.default: lambda *_: Step(None, 0),
+    aten.zeros.default: lambda *_: Step(None, 0),
 }
 
 
@@ -270,7 +263,7 @@ def origin(node: fx.Node, index: int, rank: int) -> Origin:
             node = node.args[0]  # type: ignore[assignment]
             continue
         try:
-            step = _sent(node, index, rank, hops) or _post_forward_part(node, index, rank) or moved(node, index)
+            step = _sent(node, index, rank, hops) or moved(node, index, rank)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
             break  # a wrong graph may have anything; the rule complains about where the trace ends
         if step is None:
@@ -279,14 +272,6 @@ def origin(node: fx.Node, index: int, rank: int) -> Origin:
             return Origin(None, 0, last, tuple(hops), tuple(addends), divisor)
         node, index = step.source, step.index
     return Origin(node, index, last, tuple(hops), tuple(addends), divisor)
-
-
-def _post_forward_part(node: fx.Node, index: int, rank: int) -> Step | None:
-    """From a post-forward shard to the message that it was copied from; `None` for any other node."""
-    if str(node.target) != _POST_FORWARD_PART:
-        return None
-    part = math.prod(shape_of(node))
-    return Step(node.args[0], rank % (math.prod(shape_of(node.args[0])) // part) * part + index)  # type: ignore[arg-type]
 
 
 def _sent(node: fx.Node, index: int, rank: int, hops: list[Hop]) -> Step | None:
@@ -304,3 +289,66 @@ def _sent(node: fx.Node, index: int, rank: int, hops: list[Hop]) -> Step | None:
         index += rank * (numel // collective.size)
     hops.append(Hop(collective, sending))
     return Step(message, index)
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """One parameter's place in the flat parameter that is the graph input `flat`."""
+
+    flat: fx.Node
+    name: str
+    spec: UnshardSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    """One element of a full parameter, by row-major index, and its rank and index in that rank's flat parameter."""
+
+    element: int
+    rank: int
+    place: int
+
+
+def slots_of(flat: fx.Node) -> list[Slot]:
+    """All slots of a flat parameter."""
+    record = require(flat)
+    return [Slot(flat, name, spec) for name, spec in zip(record.parameters, record.specs, strict=True)]
+
+
+def all_slots(facts: Facts) -> dict[tuple[str, str], list[Slot]]:
+    """Slots by unit and name of the parameter; more than one where two models of one class meet in a graph."""
+    found: dict[tuple[str, str], list[Slot]] = {}
+    for flat in facts.of_role(Role.FLAT):
+        for slot in slots_of(flat):
+            found.setdefault((require(flat).unit, slot.name), []).append(slot)
+    # The flat parameter of a frozen parameter with a post-forward shard is an input of forward alone.
+    for part in facts.of_role(Role.POST_FORWARD_SHARD):
+        if part.op == "placeholder":
+            for slot in slots_of(part):
+                found.setdefault((require(part).unit, slot.name), [slot])
+    return found
+
+
+def probes(spec: UnshardSpec) -> Iterator[Probe]:
+    """A few elements that tell whether a parameter's block is where it belongs.
+
+    The first element, the last one, and along each dimension the last with all others first; on the sharded dimension
+    also the rows on both sides of the first border between ranks.
+    """
+    if 0 in spec.shape:
+        return
+    places = {(0,) * len(spec.shape), tuple(extent - 1 for extent in spec.shape)}
+    for dim, extent in enumerate(spec.shape):
+        ends = {extent - 1}
+        if dim == spec.dim:
+            rows = spec.shard_shape[dim]
+            ends |= {min(rows - 1, extent - 1), min(rows, extent - 1)}
+        places |= {tuple(end if d == dim else 0 for d in range(len(spec.shape))) for end in ends}
+    for place in sorted(places):
+        element = linear(place, spec.shape)
+        if spec.dim is None:
+            yield Probe(element, 0, spec.offset + element)
+            continue
+        rank, row = divmod(place[spec.dim], spec.shard_shape[spec.dim])
+        local = (*place[: spec.dim], row, *place[spec.dim + 1 :])
+        yield Probe(element, rank, spec.offset + linear(local, spec.shard_shape))

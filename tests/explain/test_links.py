@@ -19,7 +19,7 @@ from fsdp_compile.explain.api import explain
 from fsdp_compile.explain.page import page
 from fsdp_compile.explain.plan import Plan
 from fsdp_compile.ir.graph import Phase
-from fsdp_compile.planner.from_markers import outline
+from fsdp_compile.planner.from_graph import outline
 from tests.fake_world import fake_world
 from tests.models.round_sizes import Stack, explained
 

@@ -19,10 +19,9 @@ from fsdp_compile.ir import source_line as module
 from fsdp_compile.ir.graph import Phase, Record, Role
 from fsdp_compile.ir.source_line import Frame, frames_of, source_frame, source_line
 from fsdp_compile.ir.text.diff import GraphDiff, Moved, diff_graphs, format_diff
-from fsdp_compile.ir.text.names import DTYPES, OPERATORS
 from fsdp_compile.ir.text.parser import parse_graph
-from fsdp_compile.ir.text.plan import format_plan
-from fsdp_compile.ir.text.printer import format_graph
+from fsdp_compile.ir.text.printer import format_graph, format_plan
+from fsdp_compile.ir.text.spelling import DTYPES, OPERATORS
 from fsdp_compile.layout.spec import UnshardSpec
 from tests import long
 from tests.ir.capture import Snapshot, capture, records_of

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import BackwardPrefetch
 from fsdp_compile.config.prefetch import FSDPPrefetch
 from fsdp_compile.ir.graph import KEY, Phase, Role, Stage, StepGraph, require, role_of
 from fsdp_compile.layout.flat_layout import ReduceLayout
-from fsdp_compile.verify.limits import Limits
+from fsdp_compile.verify.facts import Limits
 from tests.verify.captured import World
 from tests.verify.graphs import FOUR_BITS, KEPT, OPEN, PAIR, QUANTIZED, SQUARE, graph
 

@@ -11,7 +11,7 @@ from torch import fx
 
 from fsdp_compile.ir.graph import KEY, Phase, Role, StepGraph, require, role_of
 from fsdp_compile.layout.spec import UnshardSpec
-from fsdp_compile.verify.limits import Limits
+from fsdp_compile.verify.facts import Limits
 from tests.verify.breaks import Break
 
 aten = torch.ops.aten

@@ -9,7 +9,7 @@ from torch import fx
 
 from fsdp_compile.ir.graph import KEY, Role, StepGraph, require, role_of
 from fsdp_compile.layout.spec import Reshard
-from fsdp_compile.verify.limits import Limits
+from fsdp_compile.verify.facts import Limits
 from tests.verify.breaks import (
     ALONE,
     BACKWARD,

@@ -16,10 +16,9 @@ import fsdp_compile.verify
 from fsdp_compile.errors import InvariantError
 from fsdp_compile.ir.graph import Phase, Role, Stage
 from fsdp_compile.ir.source_line import source_line
-from fsdp_compile.verify.check import check, complaints
-from fsdp_compile.verify.limits import Limits
+from fsdp_compile.verify.check import RULES, check, complaints
+from fsdp_compile.verify.facts import Limits
 from fsdp_compile.verify.report import NEIGHBOURS, SHOWN, describe
-from fsdp_compile.verify.table import RULES
 from fsdp_compile.verify.trace_elements import Step, coordinates, linear, moved
 from tests.verify import breaks, memory_breaks, record_breaks
 from tests.verify.average_breaks import AVERAGE_BREAKS as OF_AVERAGES

@@ -19,7 +19,7 @@ from fsdp_compile.layout.spec import Update
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.pipeline import passes
 from fsdp_compile.verify.check import complaints
-from fsdp_compile.verify.limits import Limits
+from fsdp_compile.verify.facts import Limits
 from fsdp_compile.verify.report import Complaint
 from tests import long
 from tests.models.graphs import MODELS

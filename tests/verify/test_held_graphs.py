@@ -14,7 +14,7 @@ from fsdp_compile.fsdp2.module_class import refresh_reads
 from fsdp_compile.ir.graph import KEY, Role, StepGraph, require, role_of
 from fsdp_compile.layout.spec import GradPlacement
 from fsdp_compile.verify.check import complaints
-from fsdp_compile.verify.collective import Kind, collectives_of
+from fsdp_compile.verify.facts import Kind, collectives_of
 from tests.models.graphs import MODELS
 from tests.verify.captured import World, capture, copied
 

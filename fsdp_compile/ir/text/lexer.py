@@ -11,8 +11,7 @@ import torch
 from torch import fx
 
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.ir.text.names import read_word
-from fsdp_compile.ir.text.symbols import Size, read_sizes
+from fsdp_compile.ir.text.spelling import WORDS, Size, read_sizes, read_word
 
 T = TypeVar("T")
 _NODE: Final = re.compile(r"%([A-Za-z_]\w*)")
@@ -178,8 +177,8 @@ def read_type(line: Line, device: str, symbols: Mapping[str, torch.SymInt]) -> A
 
 def _read_tensor(line: Line, device: str, symbols: Mapping[str, torch.SymInt]) -> torch.Tensor:
     start, word = line.position, line.take(_WORD)
-    dtype = _dtype_or_none(word[0]) if word else None
-    if dtype is None or not line.takes("["):
+    dtype = WORDS.get(word[0]) if word else None
+    if not isinstance(dtype, torch.dtype) or not line.takes("["):
         line.position = start
         raise line.error(
             "expected a type", instead="f32[4, 8], f32[4, 8] strides [1, 4], sym(s0), [f32[8], f32[8]] or none"
@@ -193,14 +192,6 @@ def _read_tensor(line: Line, device: str, symbols: Mapping[str, torch.SymInt]) -
     if len(strides) != len(shape):
         raise line.error(f"{len(shape)} sizes have {len(strides)} strides")
     return torch.empty_strided(shape, strides, dtype=dtype, device=device)
-
-
-def _dtype_or_none(word: str) -> torch.dtype | None:
-    try:
-        value = read_word(word)
-    except ValueError:
-        return None
-    return value if isinstance(value, torch.dtype) else None
 
 
 def _sizes(line: Line, text: str, symbols: Mapping[str, torch.SymInt]) -> list[Size]:

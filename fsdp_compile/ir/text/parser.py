@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Final
 
 import torch
@@ -20,9 +20,8 @@ from fsdp_compile.ir.edit import infer_value
 from fsdp_compile.ir.graph import DECLARING, INPUTS, KEY, Phase, Record, Role, StepGraph
 from fsdp_compile.ir.queries import TEXT_POSITION
 from fsdp_compile.ir.text.lexer import Line, read_name, read_node_name, read_type, read_value
-from fsdp_compile.ir.text.names import read_operator, read_parameter
 from fsdp_compile.ir.text.printer import spell_type
-from fsdp_compile.ir.text.symbols import SymbolTable
+from fsdp_compile.ir.text.spelling import SymbolTable, read_operator, read_parameter
 from fsdp_compile.layout import spec as read_specs
 from fsdp_compile.layout.spec import UnshardSpec
 
@@ -98,21 +97,6 @@ class _Call:
     claims: list[tuple[str, str]] | None = None
 
 
-def _claims(line: Line, unit: str | None, names: list[str]) -> list[tuple[str, str]]:
-    """The parameters of one `of=`, each with the unit that stands before it."""
-    if unit is None:
-        raise line.error(_NO_RECORD, instead=_RECORD_EXAMPLE)
-    return [(unit, read_parameter(name, unit)) for name in names]
-
-
-def _target(line: Line, head: re.Match[str]) -> Callable[..., Any]:
-    try:
-        return read_operator(head[0])
-    except ConfigError as error:
-        line.position = head.start()
-        raise line.error(error.what, instead=error.instead) from None
-
-
 class _Reader:
     """The graph so far, and the names that its lines may refer to."""
 
@@ -151,7 +135,11 @@ class _Reader:
         head = line.take(_OPERATOR)
         if head is None:
             raise line.error("expected an operator", instead="aten.mm, all_gather, input, ...")
-        target = head[0] if head[0] in ("input", "attribute") else _target(line, head)
+        try:
+            target = head[0] if head[0] in ("input", "attribute") else read_operator(head[0])
+        except ConfigError as error:
+            line.position = head.start()
+            raise line.error(error.what, instead=error.instead) from None
         line.expect("(")
         call = _Call()
         line.items(")", lambda: self._read_argument(line, call))
@@ -162,7 +150,10 @@ class _Reader:
             return self._read_input(line, name, call, slots)
         if head[0] == "attribute":
             return self._read_attribute(line, name, call)
-        node = self.graph.create_node("call_function", target, *self._arguments(line, target, call), name=name)
+        if call.slot is not None:
+            position = TEXT_POSITION.get(target, len(call.args))
+            call.args[position:position] = [self._slot_text(line, call, call.slot)]
+        node = self.graph.create_node("call_function", target, tuple(call.args), call.kwargs, name=name)
         if call.role is not None:
             node.meta[KEY] = self._serving(line, call)
         self._infer(line, node, head[0])
@@ -182,7 +173,9 @@ class _Reader:
             case "of":
                 line.expect("[")
                 names = line.items("]", lambda: read_name(line))
-                call.claims = [*(call.claims or ()), *_claims(line, call.unit, names)]
+                if call.unit is None:
+                    raise line.error(_NO_RECORD, instead=_RECORD_EXAMPLE)
+                call.claims = [*(call.claims or ()), *((call.unit, read_parameter(name, call.unit)) for name in names)]
             case str(name):
                 call.kwargs[name] = read_value(line, self.nodes, self.symbols.sizes)
 
@@ -194,16 +187,13 @@ class _Reader:
             if is_beside:
                 record = self._serving(line, call)
             else:
-                record = self._record(line, call, call.unit or "", self._read_slots(line, call, slots))
+                if call.role not in _DECLARING or call.unit is None or not slots:
+                    what = "an input of ours is a flat parameter of a unit, with a line for each parameter below it"
+                    raise line.error(what, instead="input(role=flat, unit=layers.0)")
+                record = self._record(line, call, call.unit, [self._read_slot(slot, call.unit) for slot in slots])
             # Inputs have the same record in both graphs, that of forward.
             node.meta[KEY] = dataclasses.replace(record, phase=Phase.FORWARD)
         return node
-
-    def _read_slots(self, line: Line, call: _Call, slots: list[Line]) -> list[tuple[str, UnshardSpec]]:
-        if call.role not in _DECLARING or call.unit is None or not slots:
-            raise line.error("an input of ours is a flat parameter of a unit, with a line for each parameter below it",
-                      instead="input(role=flat, unit=layers.0)")  # fmt: skip
-        return [self._read_slot(slot, call.unit) for slot in slots]
 
     def _read_slot(self, slot: Line, unit: str) -> tuple[str, UnshardSpec]:
         parameter = read_parameter(read_name(slot), unit)
@@ -226,13 +216,7 @@ class _Reader:
         node.meta["val"] = value
         return node
 
-    def _arguments(self, line: Line, target: Any, call: _Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if call.slot is None:
-            return tuple(call.args), call.kwargs
-        position = TEXT_POSITION.get(target, len(call.args))
-        return (*call.args[:position], self._slot_text(line, call), *call.args[position:]), call.kwargs
-
-    def _slot_text(self, line: Line, call: _Call) -> str:
+    def _slot_text(self, line: Line, call: _Call, slot: str) -> str:
         record = call.args[0].meta.get(KEY) if call.args and isinstance(call.args[0], fx.Node) else None
         unit = call.unit if record is None else record.unit
         if unit is None:
@@ -240,8 +224,7 @@ class _Reader:
                 "slot= needs a flat parameter as the first argument",
                 instead="fsdp_compile.unshard(%flat, slot=.weight)",
             )
-        parameter = read_parameter(call.slot or "", unit)
-        return self._place(line, unit, parameter).text
+        return self._place(line, unit, read_parameter(slot, unit)).text
 
     def _serving(self, line: Line, call: _Call) -> Record:
         """The record of a node whose parameters are declared elsewhere."""

@@ -1,4 +1,6 @@
-"""Graphs as text: one canonical line per node, with its type and our record.
+"""Graphs and plans as text.
+
+A graph has one canonical line per node, with its type and our record:
 
     graph forward on cuda
     %flat = input(role=flat, unit=layers.0) : f32[64]
@@ -7,10 +9,19 @@
 
 The text is the same on every rank and has no memory addresses. Nodes have the names that they have in the graph, so
 that a moved node is a moved line. `parser.py` reads it back; docs/graph_text.md has the grammar.
+
+A plan of a pass is what it decided, node by node, as people and golden tests read it:
+
+    PrefetchPlan
+      moves
+        Move: gather=%ag_1, anchor=%wait
+        Move: gather=%ag_2, anchor=%wait_1
 """
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -21,8 +32,17 @@ from torch.utils._pytree import tree_leaves
 
 from fsdp_compile.ir.graph import DECLARING, Record, Role, StepGraph, record_of
 from fsdp_compile.ir.queries import GRADIENTS_OF_READS, TEXT_POSITION, read_text
-from fsdp_compile.ir.text.names import spell_dtype, spell_name, spell_operator, spell_parameter, spell_word
-from fsdp_compile.ir.text.symbols import Size, spell_size, spell_symbols
+from fsdp_compile.ir.text.spelling import (
+    Size,
+    spell_dtype,
+    spell_name,
+    spell_operator,
+    spell_parameter,
+    spell_size,
+    spell_symbols,
+    spell_word,
+)
+from fsdp_compile.layout.spec import UnshardSpec
 from fsdp_compile.ops.embedding import AVERAGE_ROWS, LOOK_UP
 from fsdp_compile.ops.unshard import UNSHARD
 
@@ -188,3 +208,52 @@ def _value(value: Any) -> str:  # noqa: PLR0911  one line per kind
         case None | bool() | int() | float() | str():
             return repr(value)
     return f"<{type(value).__name__}>"
+
+
+def format_plan(plan: Any) -> str:
+    """The canonical text of a plan, ending in a line feed.
+
+    A plan is a dataclass of nodes, numbers, strings, enums, records, further dataclasses, and tuples of those; fields
+    that its `repr` leaves out are left out. Nodes are shown by name, so the text may be made before or after the plan
+    is applied.
+    """
+    return "\n".join(_plan_lines(plan, 0)) + "\n"
+
+
+def _plan_lines(value: Any, depth: int) -> Iterator[str]:
+    indent = "  " * depth
+    if not _is_plan(value):
+        yield indent + _inline(value)
+        return
+    fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.repr}
+    inline = [f"{name}={_inline(v)}" for name, v in fields.items() if not _is_nested(v)]
+    yield indent + type(value).__name__ + (f": {', '.join(inline)}" if inline else "")
+    for name, nested in fields.items():
+        if _is_nested(nested):
+            yield f"{indent}  {name}"
+            for item in nested if isinstance(nested, (tuple, list)) else [nested]:
+                yield from _plan_lines(item, depth + 2)
+
+
+def _is_plan(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, (Record, UnshardSpec))
+
+
+def _is_nested(value: Any) -> bool:
+    """Whether a value takes lines of its own."""
+    return _is_plan(value) or (isinstance(value, (tuple, list)) and any(_is_plan(v) for v in value))
+
+
+def _inline(value: Any) -> str:
+    match value:
+        case fx.Node():
+            return f"%{value.name}"
+        case Record():
+            return f"{spell_name(value.unit)}[{', '.join(spell_parameter(p, value.unit) for p in value.parameters)}]"
+        case UnshardSpec():
+            return f"({value.text})"
+        case enum.Enum():
+            return str(value.value)
+        case tuple() | list():
+            return f"[{', '.join(map(_inline, value))}]"
+    return str(value)

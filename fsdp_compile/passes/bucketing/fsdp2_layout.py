@@ -20,7 +20,7 @@ from fsdp_compile.ir.graph import Role, StepGraph, require
 from fsdp_compile.ir.queries import InputsByFlat, last_of
 from fsdp_compile.layout.messages import narrow, view
 from fsdp_compile.passes.bucketing.messages import Bucket, ParamCollective, joint_record
-from fsdp_compile.passes.emit.reduce import add_partial, scale_after, stages
+from fsdp_compile.passes.emit import add_partial, scale_after, stages
 
 aten = torch.ops.aten
 Reduced = tuple[fx.Node, int, fx.Node]

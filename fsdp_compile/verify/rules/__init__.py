@@ -1,1 +1,1 @@
-"""The rules, by theme; `verify/table.py` lists them."""
+"""The rules, by theme; `verify/check.py` lists them."""

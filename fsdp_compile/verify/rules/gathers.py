@@ -9,26 +9,31 @@ import torch
 from torch import fx
 
 from fsdp_compile.ir.graph import Role, record_of, require, role_of
-from fsdp_compile.layout.spec import UnshardSpec
 from fsdp_compile.ops.quantize import BLOCK_SCALES, DEQUANTIZE, QUANTIZE
-from fsdp_compile.verify.collective import Collective, Kind
-from fsdp_compile.verify.facts import Facts, dtype_of, shape_of
-from fsdp_compile.verify.report import Complaint
-from fsdp_compile.verify.slots import Probe, Slot, all_slots, claims, probes, slots_of
-from fsdp_compile.verify.trace_elements import WIRES, Origin, linear_size, origin
+from fsdp_compile.verify.facts import Collective, Facts, Kind, dtype_of, shape_of
+from fsdp_compile.verify.report import Finding
+from fsdp_compile.verify.trace_elements import (
+    WIRES,
+    Origin,
+    Probe,
+    Slot,
+    all_slots,
+    linear_size,
+    origin,
+    probes,
+    slots_of,
+)
 
-RULE = "gathered-once"
 _IN_MEMORY = (Role.SAVED_PARAM, Role.UNSHARDED_PARAM)
 
 
-def gathered_once(facts: Facts) -> list[Complaint]:
+def gathered_once(facts: Facts) -> Iterator[Finding]:
     """Checks what each all-gather sends, and where each full parameter comes from."""
     slots = all_slots(facts)
-    complaints: list[Complaint] = []
     gathered = {
         (slot.flat, slot.spec.offset): saved
         for saved in facts.of_role(*_IN_MEMORY)
-        for key in claims(require(saved))
+        for key in require(saved).claims
         for slot in slots.get(key, ())
     }
     for gather in facts.of_kind(Kind.GATHER):
@@ -36,20 +41,25 @@ def gathered_once(facts: Facts) -> list[Complaint]:
             for slot in slots_in(message, slots):
                 key = (slot.flat, slot.spec.offset)
                 if key in gathered:
-                    complaints.append(_twice(gather, slot, gathered[key]))
+                    first = gathered[key]
+                    verb = "holds" if role_of(first) in _IN_MEMORY else "gathers"
+                    hint = "let all readers of one graph share one all-gather, or what forward kept"
+                    yield gather.start, f"gathers {slot.name}, which %{first} {verb} already", hint
                 gathered[key] = gather.start
-                complaints.extend(_wrong_collective(gather, message, slot))
+                yield from _wrong_collective(gather, message, slot)
     for node in facts.of_role(Role.FULL):
-        complaints.extend(_wrong_value(node, slots))
+        yield from _wrong_value(node, slots)
     for node in facts.of_role(Role.LOOK_UP):
-        complaints.extend(_wrong_lookup(node, slots))
-    return complaints
+        wanted = [(slot.flat, slot.spec.text) for key in require(node).claims for slot in slots.get(key, ())]
+        if (node.args[0], node.args[2]) not in wanted:
+            what = f"looks up another slot than that of {', '.join(require(node).parameters)}"
+            yield node, what, "the flat parameter and the place that the record of the lookup names"
 
 
 def slots_in(message: fx.Node, slots: dict[tuple[str, str], list[Slot]]) -> list[Slot]:
     """Slots of which a message has at least a part."""
     if role_of(message) is Role.POST_FORWARD_SHARD:
-        return [s for key in claims(require(message)) for s in slots.get(key, ()) if s.spec in require(message).specs]
+        return [s for key in require(message).claims for s in slots.get(key, ()) if s.spec in require(message).specs]
     if message.target is torch.ops.aten.cat.default:
         return [slot for part in message.all_input_nodes for slot in slots_in(part, slots)]
     numel = prod(shape_of(message))
@@ -65,78 +75,35 @@ def slots_in(message: fx.Node, slots: dict[tuple[str, str], list[Slot]]) -> list
     ]
 
 
-def _twice(gather: Collective, slot: Slot, first: fx.Node) -> Complaint:
-    return Complaint(
-        RULE,
-        gather.start,
-        f"gathers {slot.name}, which %{first} {'holds' if role_of(first) in _IN_MEMORY else 'gathers'} already",
-        "let all readers of one graph share one all-gather, or what forward kept",
-    )
-
-
-def _wrong_collective(gather: Collective, message: fx.Node, slot: Slot) -> Iterator[Complaint]:
+def _wrong_collective(gather: Collective, message: fx.Node, slot: Slot) -> Iterator[Finding]:
     spec = slot.spec
     is_part = role_of(message) is Role.POST_FORWARD_SHARD
     size, group = (spec.post_forward_size, spec.post_forward_group) if is_part else (spec.size, spec.group)
     dtype = spec.param_dtype if is_part else spec.wire_dtype
     if (gather.group, gather.size, dtype_of(message)) != (group, size, dtype):
-        yield Complaint(
-            RULE,
-            gather.start,
-            f"gathers {slot.name} as {dtype_of(message)} over {gather.size} ranks of {gather.group!r}",
-            f"its read wants {dtype} over {size} ranks of {group!r}",
-        )
+        what = f"gathers {slot.name} as {dtype_of(message)} over {gather.size} ranks of {gather.group!r}"
+        yield gather.start, what, f"its read wants {dtype} over {size} ranks of {group!r}"
     sent = message.args[2] if message.target is QUANTIZE else ""
     if sent != spec.gather_format and not is_part:
-        yield Complaint(
-            RULE,
-            gather.start,
-            f"sends {slot.name} as {sent or 'it is'}",
-            f"its read wants {spec.gather_format or dtype}",
-        )
+        yield gather.start, f"sends {slot.name} as {sent or 'it is'}", f"its read wants {spec.gather_format or dtype}"
 
 
-def _wrong_value(node: fx.Node, slots: dict[tuple[str, str], list[Slot]]) -> Iterator[Complaint]:
+def _wrong_value(node: fx.Node, slots: dict[tuple[str, str], list[Slot]]) -> Iterator[Finding]:
     record = require(node)
     spec = record.specs[0]
-    candidates = [slot for key in claims(record) for slot in slots.get(key, ()) if slot.spec == spec]
+    candidates = [slot for key in record.claims for slot in slots.get(key, ()) if slot.spec == spec]
     if len(record.specs) != 1 or not candidates:
-        yield Complaint(
-            RULE,
-            node,
-            f"is recorded as {', '.join(record.parameters)}, which is in no flat parameter of this graph",
-            "a full parameter's record names the one parameter that it is, and its place in a graph input",
-        )
+        what = f"is recorded as {', '.join(record.parameters)}, which is in no flat parameter of this graph"
+        yield node, what, "a full parameter's record names the one parameter that it is, and its place in a graph input"
     elif (shape_of(node), dtype_of(node)) != (spec.shape, spec.param_dtype):
-        yield Complaint(
-            RULE,
-            node,
-            f"is recorded as {record.parameters[0]} but has another type",
-            f"{spec.param_dtype} of shape {list(spec.shape)}",
-        )
+        what = f"is recorded as {record.parameters[0]} but has another type"
+        yield node, what, f"{spec.param_dtype} of shape {list(spec.shape)}"
     else:
         wrong = [_wrong_element(node, slot) for slot in candidates]
         if all(wrong):
-            yield Complaint(RULE, node, f"is not {record.parameters[0]}: {wrong[0]}", _where(spec))
-
-
-def _wrong_lookup(node: fx.Node, slots: dict[tuple[str, str], list[Slot]]) -> Iterator[Complaint]:
-    """A lookup in another slot than that of the parameter in its record."""
-    wanted = [(slot.flat, slot.spec.text) for key in claims(require(node)) for slot in slots.get(key, ())]
-    if (node.args[0], node.args[2]) not in wanted:
-        yield Complaint(
-            RULE,
-            node,
-            f"looks up another slot than that of {', '.join(require(node).parameters)}",
-            "the flat parameter and the place that the record of the lookup names",
-        )
-
-
-def _where(spec: UnshardSpec) -> str:
-    return (
-        f"its slot is [{spec.offset}, {spec.offset + spec.extent}) of each rank's flat parameter, over "
-        f"{spec.size} ranks of {spec.group!r}"
-    )
+            place = f"[{spec.offset}, {spec.offset + spec.extent}) of each rank's flat parameter"
+            hint = f"its slot is {place}, over {spec.size} ranks of {spec.group!r}"
+            yield node, f"is not {record.parameters[0]}: {wrong[0]}", hint
 
 
 def _is_saved(found: Origin, slot: Slot) -> bool:

@@ -11,13 +11,8 @@ import torch
 from torch import fx
 
 from fsdp_compile.ir.graph import INPUTS, Record, Role, record_of, role_of
-from fsdp_compile.verify.collective import KINDS, WAIT, Kind
-from fsdp_compile.verify.facts import Facts
-from fsdp_compile.verify.report import Complaint
-
-MARKERS_GONE = "markers-gone"
-TYPED = "typed"
-NOTHING_RANK_SPECIFIC = "nothing-rank-specific"
+from fsdp_compile.verify.facts import KIND_OF_ROLE, KINDS, WAIT, Facts
+from fsdp_compile.verify.report import Finding
 
 ALIAS_PREFIX = "fsdp."
 _MARKERS = (
@@ -33,20 +28,10 @@ _ROLE_OF_NAME = {
     "fsdp_compile::look_up": Role.LOOK_UP,
     "fsdp_compile::average_rows": Role.AVERAGE_ROWS,
 }
-_ROLE_OF_KIND = {Kind.GATHER: Role.GATHER, Kind.REDUCE: Role.REDUCE, Kind.REPLICATE: Role.REPLICATE}
-_ITEM_OF = {
-    Role.GATHER: Role.GATHER_ITEM,
-    Role.REDUCE: Role.REDUCE_ITEM,
-    Role.REPLICATE: Role.REPLICATE_ITEM,
-}
-_WAIT_OF = {
-    Role.GATHER: Role.GATHER_WAIT,
-    Role.GATHER_ITEM: Role.GATHER_WAIT,
-    Role.REDUCE: Role.REDUCE_WAIT,
-    Role.REDUCE_ITEM: Role.REDUCE_WAIT,
-    Role.REPLICATE: Role.REPLICATE_WAIT,
-    Role.REPLICATE_ITEM: Role.REPLICATE_WAIT,
-}
+_ROLE_OF_KIND = {kind: role for role, kind in KIND_OF_ROLE.items()}
+_ITEM_OF = {Role.GATHER: Role.GATHER_ITEM, Role.REDUCE: Role.REDUCE_ITEM, Role.REPLICATE: Role.REPLICATE_ITEM}
+_WAITS = {Role.GATHER: Role.GATHER_WAIT, Role.REDUCE: Role.REDUCE_WAIT, Role.REPLICATE: Role.REPLICATE_WAIT}
+_WAIT_OF = {**_WAITS, **{item: _WAITS[start] for start, item in _ITEM_OF.items()}}
 _RESERVED = {
     *_ROLE_OF_KIND.values(), *_ITEM_OF.values(), *_WAIT_OF.values(), *INPUTS,
     Role.RESHARD, Role.UPDATE, Role.LOOK_UP,
@@ -54,31 +39,25 @@ _RESERVED = {
 _PORTABLE = (int, float, bool, str, type(None), torch.dtype, torch.layout, torch.memory_format, torch.SymInt)
 
 
-def markers_gone(facts: Facts) -> list[Complaint]:
+def markers_gone(facts: Facts) -> Iterator[Finding]:
     """Finds reads and gradients that no pass has turned into collectives."""
-    return [
-        Complaint(
-            MARKERS_GONE,
-            node,
-            "is a marker that no pass has replaced",
-            "insert-collectives turns every fsdp_compile.unshard and fsdp_compile.reduce_grad into collectives",
-        )
-        for node in facts.nodes
-        if node.op == "call_function" and _qualified_name(node.target) in _MARKERS
-    ]
+    hint = "insert-collectives turns every fsdp_compile.unshard and fsdp_compile.reduce_grad into collectives"
+    for node in facts.nodes:
+        if node.op == "call_function" and _qualified_name(node.target) in _MARKERS:
+            yield node, "is a marker that no pass has replaced", hint
 
 
-def typed(facts: Facts) -> list[Complaint]:
+def typed(facts: Facts) -> Iterator[Finding]:
     """Checks that each node of ours has a record, and is what its record says."""
-    complaints = []
     for node in facts.nodes:
         expected, record = _expected_role(node), record_of(node)
         actual = None if record is None else record.role
         if actual is not expected and (expected is not None or actual in _RESERVED):
-            complaints.append(_wrong_role(node, expected, actual))
+            says = "carries no record" if actual is None else f"is recorded as {actual.value}"
+            hint = "its operator cannot do that" if expected is None else f"its operator makes it {expected.value}"
+            yield node, says, f"{hint}; GraphBuilder writes the record of every node that passes insert"
         if record is not None:
-            complaints.extend(_wrong_record(facts, node, record))
-    return complaints
+            yield from _wrong_record(facts, node, record)
 
 
 def _expected_role(node: fx.Node) -> Role | None:
@@ -100,32 +79,18 @@ def _expected_role(node: fx.Node) -> Role | None:
     return None
 
 
-def _wrong_role(node: fx.Node, expected: Role | None, actual: Role | None) -> Complaint:
-    says = "carries no record" if actual is None else f"is recorded as {actual.value}"
-    hint = "its operator cannot do that" if expected is None else f"its operator makes it {expected.value}"
-    return Complaint(TYPED, node, says, f"{hint}; GraphBuilder writes the record of every node that passes insert")
-
-
-def _wrong_record(facts: Facts, node: fx.Node, record: Record) -> Iterator[Complaint]:
+def _wrong_record(facts: Facts, node: fx.Node, record: Record) -> Iterator[Finding]:
     if node.op != "placeholder" and record.phase is not facts.step.phase:
-        yield Complaint(
-            TYPED,
-            node,
-            f"is recorded as {record.phase.value} in the {facts.step.phase.value} graph",
-            "a record's phase is that of the graph it was inserted into",
-        )
+        what = f"is recorded as {record.phase.value} in the {facts.step.phase.value} graph"
+        yield node, what, "a record's phase is that of the graph it was inserted into"
     if not record.parameters or len(record.parameters) != len(record.specs):
-        yield Complaint(
-            TYPED,
-            node,
-            f"is recorded for {len(record.parameters)} parameters with {len(record.specs)} specs",
-            "a record names at least one parameter, and has one spec for each",
-        )
+        what = f"is recorded for {len(record.parameters)} parameters with {len(record.specs)} specs"
+        yield node, what, "a record names at least one parameter, and has one spec for each"
     if node.target in KINDS:
         yield from _wrong_names(node, record)
 
 
-def _wrong_names(node: fx.Node, record: Record) -> Iterator[Complaint]:
+def _wrong_names(node: fx.Node, record: Record) -> Iterator[Finding]:
     """A collective whose record names other parameters than its messages' records."""
     sent = node.args[0] if isinstance(node.args[0], list | tuple) else [node.args[0]]
     records = [record_of(message) for message in sent if isinstance(message, fx.Node)]
@@ -133,47 +98,37 @@ def _wrong_names(node: fx.Node, record: Record) -> Iterator[Complaint]:
     if None in records or carried == set(record.claims):
         return
     named = ", ".join(sorted({f"{name} of {unit}" for unit, name in carried ^ set(record.claims)}))
-    yield Complaint(
-        TYPED,
-        node,
-        f"its record and those of its messages differ in {named}",
-        "a collective names the parameters of all of its messages, whichever units they are of",
-    )
+    what = f"its record and those of its messages differ in {named}"
+    yield node, what, "a collective names the parameters of all of its messages, whichever units they are of"
 
 
-def nothing_rank_specific(facts: Facts) -> list[Complaint]:
+def nothing_rank_specific(facts: Facts) -> Iterator[Finding]:
     """Checks the arguments of our nodes, so that every rank compiles the same text."""
-    return [
-        complaint
-        for node, record in facts.ours
-        if record.role not in INPUTS
-        for complaint in _rank_specific(node, record)
-    ]
+    for node, record in facts.ours:
+        if record.role not in INPUTS:
+            yield from _rank_specific(node, record)
+            yield from _wrong_bounds(node, record)
 
 
-def _rank_specific(node: fx.Node, record: Record) -> Iterator[Complaint]:
+def _rank_specific(node: fx.Node, record: Record) -> Iterator[Finding]:
     if node.op == "get_attr":
-        yield _complaint(node, "reads a constant of this process", "compute it in the graph, or pass it in")
+        yield node, "reads a constant of this process", "compute it in the graph, or pass it in"
     for value in _flattened((node.args, node.kwargs)):
         if isinstance(value, fx.Node):
             if value.op == "get_attr":
-                yield _complaint(node, f"uses the constant %{value}", "compute it in the graph, or pass it in")
+                yield node, f"uses the constant %{value}", "compute it in the graph, or pass it in"
         elif isinstance(value, torch.device):
             if value.index is not None:
-                yield _complaint(node, f"names {value}", "take the device from an input, as aten.new_zeros does")
+                yield node, f"names {value}", "take the device from an input, as aten.new_zeros does"
         elif not isinstance(value, _PORTABLE):
             kind = type(value).__name__
-            yield _complaint(node, f"holds a {kind}", "only nodes, numbers, strings and dtypes are alike on all ranks")
+            yield node, f"holds a {kind}", "only nodes, numbers, strings and dtypes are alike on all ranks"
     if node.target in KINDS and not str(node.args[-1]).startswith(ALIAS_PREFIX):
-        yield _complaint(
-            node,
-            f"names the group {node.args[-1]!r}",
-            f"use an alias such as {record.specs[0].group!r}, which each rank resolves to its own group",
-        )
-    yield from _wrong_bounds(node, record)
+        hint = f"use an alias such as {record.specs[0].group!r}, which each rank resolves to its own group"
+        yield node, f"names the group {node.args[-1]!r}", hint
 
 
-def _wrong_bounds(node: fx.Node, record: Record) -> Iterator[Complaint]:
+def _wrong_bounds(node: fx.Node, record: Record) -> Iterator[Finding]:
     """A slice of a flat parameter whose bounds are not those of the slots in its record."""
     source = node.args[0] if node.target is torch.ops.aten.slice.Tensor else None
     if not isinstance(source, fx.Node) or role_of(source) is not Role.FLAT:
@@ -183,15 +138,8 @@ def _wrong_bounds(node: fx.Node, record: Record) -> Iterator[Complaint]:
     alone = (first.offset, first.offset + first.shard_numel)  # read in place by the only rank, padding left out
     allowed = (wanted, alone) if first.size == 1 and len(record.specs) == 1 else (wanted,)
     if tuple(node.args[2:4]) not in allowed:
-        yield _complaint(
-            node,
-            f"takes [{node.args[2]}, {node.args[3]}) of the flat parameter",
-            f"[{wanted[0]}, {wanted[1]}) on every rank: the slots of {', '.join(record.parameters)}",
-        )
-
-
-def _complaint(node: fx.Node, what: str, hint: str) -> Complaint:
-    return Complaint(NOTHING_RANK_SPECIFIC, node, what, hint)
+        hint = f"[{wanted[0]}, {wanted[1]}) on every rank: the slots of {', '.join(record.parameters)}"
+        yield node, f"takes [{node.args[2]}, {node.args[3]}) of the flat parameter", hint
 
 
 def _flattened(value: Any) -> Iterator[Any]:

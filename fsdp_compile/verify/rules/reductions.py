@@ -1,44 +1,56 @@
-"""reduced-once: every gradient is averaged once over all ranks that have a part of it, and is put in its own place."""
+"""What happens to gradients.
+
+reduced-once: every gradient is averaged once over all ranks that have a part of it, and is put in its own place.
+
+updated-last: an update in backward takes its gradient once, and nothing reads its flat parameter afterwards.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import getitem
 
 import torch
 from torch import fx
 
-from fsdp_compile.ir.graph import GRADIENTS, MADE, Record, Role, require, role_of
-from fsdp_compile.layout.spec import GradPlacement, UnshardSpec
-from fsdp_compile.verify.collective import Kind
-from fsdp_compile.verify.facts import Facts, dtype_of, shape_of
-from fsdp_compile.verify.report import Complaint
-from fsdp_compile.verify.slots import Probe, Slot, all_slots, claims, probes, slots_of
-from fsdp_compile.verify.trace_elements import Origin, origin
+from fsdp_compile.ir.graph import GRADIENTS, MADE, Phase, Record, Role, require, role_of
+from fsdp_compile.layout.spec import GradPlacement, UnshardSpec, Update
+from fsdp_compile.verify.facts import WAIT, Facts, Kind, dtype_of, is_models, memory_sources, shape_of
+from fsdp_compile.verify.report import Finding
+from fsdp_compile.verify.trace_elements import Origin, Probe, Slot, all_slots, origin, probes, slots_of
 
-RULE = "reduced-once"
 _ONCE = "one reduce-scatter per parameter, then one all-reduce of the shard if there are replicas"
 
 
-def reduced_once(facts: Facts) -> list[Complaint]:
+def reduced_once(facts: Facts) -> Iterator[Finding]:
     """Follows each element of each flat parameter's gradient back, and counts what is reduced."""
-    complaints = list(_reduced_twice(facts))
+    yield from _reduced_twice(facts)
     arrived: set[tuple[str, str]] = set()
     for gradient in facts.of_role(*GRADIENTS):
-        complaints.extend(_wrong_output(facts, gradient))
+        places = sum(out is gradient for out in facts.outputs)
+        taken = sum(role_of(user) is Role.UPDATE for user in gradient.users)
+        if places + taken != 1:
+            what = f"is returned {places} times" + f" and taken by {taken} updates" * bool(taken)
+            yield gradient, what, "each flat gradient is one output of the backward graph, or taken by one update"
         flat, held = _flat_of(facts, gradient), role_of(gradient) is Role.UNREDUCED_GRADIENT
         if flat is None or not _fits(gradient, flat):
-            complaints.append(_fits_no_flat(gradient))
+            what = "is the gradient of no flat parameter among the inputs, or not of its size and dtype"
+            hint = "record, output position, size and dtype of a flat gradient are those of its flat parameter"
+            yield gradient, what, hint
             continue
         # Unreduced gradients are those of the whole shard group, rank after rank.
         rows = shape_of(flat)[0] if held else 0
-        waiting = _waiting(facts, flat)
+        inputs = (n for n in facts.of_role(Role.UNREDUCED_GRAD, Role.PARTIAL_GRAD) if n.op == "placeholder")
+        waiting = frozenset(require(node).role for node in inputs if _owns(require(node), require(flat)))
         for slot in slots_of(flat):
-            places = [(probe, probe.place + probe.rank * rows) for probe in probes(slot.spec)]
-            found = [(probe, origin(gradient, place, 0 if held else probe.rank)) for probe, place in places]
+            found = [
+                (probe, origin(gradient, probe.place + probe.rank * rows, 0 if held else probe.rank))
+                for probe in probes(slot.spec)
+            ]
             if any(o.node is not None for _, o in found):
                 arrived.add((require(flat).unit, slot.name))
-                complaints.extend(_wrong_elements(gradient, slot, found, waiting))
-    return [*complaints, *_lost(facts, arrived)]
+                yield from _wrong_elements(gradient, slot, found, waiting)
+    yield from _lost(facts, arrived)
 
 
 def _fits(gradient: fx.Node, flat: fx.Node) -> bool:
@@ -50,33 +62,17 @@ def _fits(gradient: fx.Node, flat: fx.Node) -> bool:
     return shape_of(gradient) == (shape_of(flat)[0] * parts,) and dtype_of(gradient) == dtype
 
 
-def _reduced_twice(facts: Facts) -> Iterator[Complaint]:
+def _reduced_twice(facts: Facts) -> Iterator[Finding]:
     slots = all_slots(facts)
     for kind in (Kind.REDUCE, Kind.REPLICATE):
         seen: dict[tuple[str, str], list[fx.Node]] = {}
         for collective in facts.of_kind(kind):
-            for key in claims(require(collective.start)):
+            for key in require(collective.start).claims:
                 before = seen.setdefault(key, [])
                 before.append(collective.start)
                 if len(before) > len(slots.get(key, ())):
-                    yield Complaint(
-                        RULE,
-                        collective.start,
-                        f"reduces the gradient of {key[1]}, which %{before[0]} reduces already",
-                        f"sum the gradients of all reads first; {_ONCE}",
-                    )
-
-
-def _wrong_output(facts: Facts, gradient: fx.Node) -> Iterator[Complaint]:
-    places = sum(out is gradient for out in facts.outputs)
-    taken = sum(role_of(user) is Role.UPDATE for user in gradient.users)
-    if places + taken != 1:
-        yield Complaint(
-            RULE,
-            gradient,
-            f"is returned {places} times" + f" and taken by {taken} updates" * bool(taken),
-            "each flat gradient is one output of the backward graph, or taken by one update",
-        )
+                    what = f"reduces the gradient of {key[1]}, which %{before[0]} reduces already"
+                    yield collective.start, what, f"sum the gradients of all reads first; {_ONCE}"
 
 
 def _flat_of(facts: Facts, gradient: fx.Node) -> fx.Node | None:
@@ -101,25 +97,9 @@ def _owns(flat: Record, gradient: Record) -> bool:
     return [spec.offset for spec in flat.specs] == [spec.offset for spec in gradient.specs]
 
 
-def _waiting(facts: Facts, flat: fx.Node) -> frozenset[Role]:
-    """The kinds of unreduced gradients of a flat parameter that come into the graph."""
-    owner = require(flat)
-    inputs = (node for node in facts.of_role(Role.UNREDUCED_GRAD, Role.PARTIAL_GRAD) if node.op == "placeholder")
-    return frozenset(require(node).role for node in inputs if _owns(require(node), owner))
-
-
-def _fits_no_flat(gradient: fx.Node) -> Complaint:
-    return Complaint(
-        RULE,
-        gradient,
-        "is the gradient of no flat parameter among the inputs, or not of its size and dtype",
-        "record, output position, size and dtype of a flat gradient are those of its flat parameter",
-    )
-
-
 def _wrong_elements(
     gradient: fx.Node, slot: Slot, found: list[tuple[Probe, Origin]], waiting: frozenset[Role]
-) -> Iterator[Complaint]:
+) -> Iterator[Finding]:
     """Complains about the first element that is not the average of its own gradient, `waiting` ones included."""
     for probe, source in found:
         if _is_own_row(source, slot, probe):
@@ -135,10 +115,13 @@ def _wrong_elements(
             what = f"puts %{source.node}, a gradient of {require(source.last).parameters[0]}, where {slot.name} lies"
             hint = "messages, and slots in a message, keep their order"
         elif wrong := _wrong_hops(source, slot.spec) or _wrong_addends(source, slot, probe, waiting):
-            what, hint = f"the gradient of {slot.name} {wrong}", _wanted(slot.spec)
+            hops = reversed(_wanted_hops(slot.spec))
+            steps = ", then ".join(f"{kind.value} over {size} ranks of {group!r}" for kind, group, size, _ in hops)
+            what = f"the gradient of {slot.name} {wrong}"
+            hint = f"average, in {slot.spec.reduce_dtype}: {steps or 'no collective in a world of one rank'}"
         else:
             continue
-        yield Complaint(RULE, node, what, hint)
+        yield node, what, hint
         return
 
 
@@ -218,23 +201,97 @@ def _wanted_hops(spec: UnshardSpec) -> list[tuple[Kind, str, int, str]]:
     )
 
 
-def _wanted(spec: UnshardSpec) -> str:
-    steps = [f"{kind.value} over {size} ranks of {group!r}" for kind, group, size, _ in reversed(_wanted_hops(spec))]
-    return f"average, in {spec.reduce_dtype}: " + (", then ".join(steps) or "no collective in a world of one rank")
-
-
-def _lost(facts: Facts, arrived: set[tuple[str, str]]) -> Iterator[Complaint]:
+def _lost(facts: Facts, arrived: set[tuple[str, str]]) -> Iterator[Finding]:
     """Gradients that were made but are in no flat gradient."""
     makers: dict[tuple[str, str], fx.Node] = {}
     for node in facts.of_role(*MADE, Role.REDUCE, Role.REPLICATE):
         record = require(node)
-        made = zip(claims(record), record.specs, strict=True)
+        made = zip(record.claims, record.specs, strict=True)
         makers |= {claim: node for claim, spec in made if 0 not in spec.shape}
     for (unit, name), node in makers.items():
         if (unit, name) not in arrived:
-            yield Complaint(
-                RULE,
-                node,
-                f"the gradient of {name} is made but reaches no output",
-                "its reduced shard belongs into the flat gradient, at the parameter's offset",
-            )
+            what = f"the gradient of {name} is made but reaches no output"
+            yield node, what, "its reduced shard belongs into the flat gradient, at the parameter's offset"
+
+
+def updated_last(facts: Facts) -> Iterator[Finding]:
+    """Checks each update, and that none is missing, repeated or without effect."""
+    updated: dict[fx.Node, fx.Node] = {}
+    updates = facts.of_role(Role.UPDATE)
+    memory = _flat_memory(facts) if updates else {}
+    for update in updates:
+        flat, gradient = update.args[:2]
+        assert isinstance(flat, fx.Node)
+        assert isinstance(gradient, fx.Node)
+        yield from _wrong_arguments(facts, update, flat, gradient)
+        if flat in updated:
+            what = f"updates what %{updated[flat]} updates already"
+            yield update, what, "one update of a flat parameter per graph"
+        updated.setdefault(flat, update)
+        yield from _read_late(facts, memory, update, flat)
+    # Gradients that leave the graph, or are unused, although an update in the graph was asked for.
+    for gradient in facts.of_role(Role.FLAT_GRADIENT):
+        record = require(gradient)
+        taken = any(role_of(user) is Role.UPDATE for user in gradient.users)
+        if _asks_for_it(record) and not record.specs[0].compute and not taken:
+            what = "leaves the graph, and is not freed by an update in it"
+            yield gradient, what, "one fsdp_compile.update of its flat parameter right after it"
+
+
+def _wrong_arguments(facts: Facts, update: fx.Node, flat: fx.Node, gradient: fx.Node) -> Iterator[Finding]:
+    if role_of(flat) is not Role.FLAT or not _asks_for_it(require(flat)):
+        what = f"updates %{flat}, which is no flat parameter that is updated in backward"
+        yield update, what, "a flat parameter's specs say when it is updated"
+    elif role_of(gradient) is not Role.FLAT_GRADIENT or require(flat).claims != require(gradient).claims:
+        what = f"updates %{flat} with %{gradient}, which is not its gradient"
+        yield update, what, "the gradient of the same flat parameter, summed over all ranks"
+    else:
+        made = {claim for node in facts.of_role(*MADE) for claim in require(node).claims}
+        record = require(gradient)
+        claims = zip(record.claims, record.specs, strict=True)
+        wanted = sorted(spec.offset for claim, spec in claims if claim in made)
+        if list(update.args[2]) != wanted:  # type: ignore[arg-type]
+            what = f"updates slots {list(update.args[2])}"  # type: ignore[arg-type]
+            yield update, what, f"the slots that get gradients in this graph: {wanted}"
+    if facts.step.phase is Phase.FORWARD:
+        yield update, "updates parameters in forward", "gradients are made in backward"
+
+
+def _flat_memory(facts: Facts) -> dict[fx.Node, frozenset[fx.Node]]:
+    """The flat parameters whose memory a node's result shares, or that a collective still sends."""
+    nothing: frozenset[fx.Node] = frozenset()
+    found = {flat: frozenset([flat]) for flat in facts.of_role(Role.FLAT)}
+    for node in facts.nodes:
+        shared = nothing.union(*(found.get(source, nothing) for source in memory_sources(node)))
+        if shared:
+            found[node] = found.get(node, nothing) | shared
+    for gather in facts.of_kind(Kind.GATHER):
+        sent = nothing.union(*(found.get(message, nothing) for message in gather.sent))
+        if sent:  # until the wait, the gather reads its input
+            found.update(dict.fromkeys((gather.start, *(n for nodes in gather.unfinished for n in nodes)), sent))
+    for start in facts.nodes:
+        is_own = is_models(start) and getattr(start.target, "namespace", "") == "_c10d_functional"
+        if not is_own or start.target is WAIT:
+            continue
+        sent = nothing.union(*(found.get(message, nothing) for message in start.all_input_nodes))
+        items = [user for user in start.users if user.target is getitem]
+        found.update(dict.fromkeys((start, *items), sent))
+    return found
+
+
+def _read_late(
+    facts: Facts, memory: dict[fx.Node, frozenset[fx.Node]], update: fx.Node, flat: fx.Node
+) -> Iterator[Finding]:
+    for node, held in memory.items():
+        if flat not in held:
+            continue
+        for user in node.users:
+            if role_of(user) is not Role.UPDATE and facts.order[user] > facts.order[update]:
+                what = f"reads %{node}, memory of %{flat}, after %{update} updated it"
+                if user is facts.step.output:
+                    what = f"returns %{node}, memory of %{flat}, which %{update} updates"
+                yield user, what, "an update comes after all that reads its flat parameter"
+
+
+def _asks_for_it(record: Record) -> bool:
+    return record.specs[0].update is Update.IN_BACKWARD

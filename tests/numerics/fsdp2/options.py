@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -21,9 +22,15 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_compile import FSDPOptions, flat_step, fully_shard, no_sync, step_in_backward
 from fsdp_compile.cost.hardware import hardware
 from fsdp_compile.errors import FSDPCompileError
-from tests.fsdp2.decoder import Decoder, Tied, batch, cross_entropy, gathered_by_hooks
+from tests.fsdp2.decoder import Decoder, Tied, batch, gathered_by_hooks
 from tests.pairwise import Row, Value, with_defaults
-from tests.two_sides import BITS, adamw, compare_gradients, compare_parameters
+from tests.two_sides import BITS, Within, adamw, close, compare_gradients, compare_parameters
+
+_OF_KERNELS = {
+    True: Within((1e-4, 1e-4), (1e-4, 1e-4), (0.0, 4e-2)),
+    False: Within((2e-2, 2e-2), (1e-1, 5e-2), (0.0, 4e-2)),
+}
+"""Of Inductor's fused kernels, whether in float32; AdamW may go the other way where a gradient is nearly 0."""
 
 
 def _by_hand(model: Decoder, **settings: Any) -> None:
@@ -74,6 +81,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 """Arguments of `fully_shard`, which are options for a plain model."""
 OPTIONS: dict[str, dict[str, Any]] = {
+    "lower": {"eager": "eager", "inductor": "inductor"},
     "regions": {"whole": "whole", "one by one": "blocks"},
     "prefetch": {"auto": "auto", "0": 0, "2": 2, "FSDP1": "BACKWARD_PRE+forward_prefetch", "none": "none"},
     "memory_budget_gb": {"none": None, "1 GB": 1.0},
@@ -90,7 +98,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "optimizer": {"plain": lambda optimizer: optimizer, "flat": flat_step, "in backward": step_in_backward},
     "microbatches": {"one": (), "two": (no_sync,)},
     "dynamic": {"unset": None, "dynamic": True},
-    "rows": {"same": 0, "by rank": 1},
+    "rows": {"same": (2, 2), "by rank": (2, 3), "none on one": (2, 0)},
+    "frozen later": {"nothing": False, "a block": True},
 }
 """How the model is compiled and trained."""
 AXES: dict[str, dict[str, Any]] = {"layout": LAYOUTS, **SETTINGS, **OPTIONS, **WAYS}
@@ -130,8 +139,7 @@ FOUR_RANKS: dict[str, dict[str, Any]] = {
 }
 """Axes of a second drawing: hybrid sharding, offloading, checkpointed blocks and accumulation."""
 NOT_DRAWN = {
-    "lower": "all is run operator by operator, for bits",
-    "inductor": "the same",
+    "inductor": "settings of Inductor",
     "artifacts": "changes no graph",
     "stop_after": "leaves passes out",
     "mesh": "tests/numerics/fsdp2/test_matrix.py has the meshes",
@@ -196,8 +204,7 @@ def _train(row: Row) -> str:
     if row["sync_module_states"] == "of rank 0" and dist.get_rank():
         for parameter in model.parameters():
             parameter.data.fill_(7)
-    options = {"lower": "eager", **{name: value[name] for name in OPTIONS}}
-    options = {name: given for name, given in options.items() if given != getattr(FSDPOptions(), name)}
+    options = {name: value[name] for name in OPTIONS if value[name] != getattr(FSDPOptions(), name)}
     is_plain = row["layout"].endswith("plain")
     (fully_shard if is_plain else shard)(reference, **settings)
     calls: list[torch.Tensor] = []
@@ -228,13 +235,18 @@ def _compiled(model: Any, form: str, **given: Any) -> Any:
             block.compile(**arguments)
     if form == "module":
         compiled = torch.compile(model, **arguments)
-        return lambda tokens: _backward(cross_entropy(compiled, tokens))
+        return lambda tokens: _backward(_loss(compiled, tokens))
     if form == "function":
-        loss = torch.compile(lambda tokens: cross_entropy(model, tokens), **arguments)
+        loss = torch.compile(lambda tokens: _loss(model, tokens), **arguments)
         return lambda tokens: _backward(loss(tokens))
     if form == "step":
-        return torch.compile(lambda tokens: _backward(cross_entropy(model, tokens)), **arguments)
-    return lambda tokens: _backward(cross_entropy(model, tokens))
+        return torch.compile(lambda tokens: _backward(_loss(model, tokens)), **arguments)
+    return lambda tokens: _backward(_loss(model, tokens))
+
+
+def _loss(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """A sum, which is a number for a rank without rows, too."""
+    return F.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten(), reduction="sum") / 10
 
 
 def _backward(loss: torch.Tensor) -> torch.Tensor:
@@ -245,16 +257,20 @@ def _backward(loss: torch.Tensor) -> torch.Tensor:
 def _steps(
     pair: tuple[Any, Any], call: Any, optimizers: tuple[Any, Any], value: dict[str, Any], calls: list[torch.Tensor]
 ) -> None:
+    within = BITS if value["lower"] == "eager" else _OF_KERNELS[value["mp_policy"] is None]
+    rows = value["rows"][dist.get_rank() % 2]
     for step in range(2):
         for number, unreduced in enumerate((*value["microbatches"], contextlib.nullcontext)):
-            tokens = batch(3 * step + number, (2 + value["rows"] * dist.get_rank(), 5))
+            tokens = batch(3 * step + number, (rows, 5))
             with unreduced(pair[0]), unreduced(pair[1]):
-                ours, expected = call(tokens), _backward(cross_entropy(pair[1], tokens))
+                ours, expected = call(tokens), _backward(_loss(pair[1], tokens))
             calls.append(ours)
-            assert torch.equal(ours, expected), f"losses of step {step}: {ours} {expected}"
+            close(ours, expected, f"loss of step {step}", within.loss)
         if value["optimizer"] is not step_in_backward:
-            compare_gradients(*pair, BITS.gradient)
+            compare_gradients(*pair, within.gradient)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    compare_parameters(*pair, BITS.parameter)
+        for model in pair if value["frozen later"] else ():
+            model.blocks[1].requires_grad_(requires_grad=False)
+    compare_parameters(*pair, within.parameter)

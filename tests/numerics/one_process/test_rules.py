@@ -16,7 +16,7 @@ from fsdp_compile.explain.report import Collective, GraphPlan
 from fsdp_compile.passes.settings import PROMISES
 from fsdp_compile.pipeline import passes
 from fsdp_compile.verify.check import complaints
-from fsdp_compile.verify.limits import Limits
+from fsdp_compile.verify.facts import Limits
 from tests import long
 from tests.models.graphs import MODELS
 from tests.models.kinds import KINDS

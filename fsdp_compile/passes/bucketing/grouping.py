@@ -1,0 +1,222 @@
+"""Which parameters share a message and a collective: the rules of the bucket pass, by the times of the cost model.
+
+1. `cheapest_bucket`: large parameters are messages of their own, or packed with their neighbours. A message of its own
+   is read in place, and costs `Link.message` on its link. Packed, large parameters are copied out of the gathered
+   message, and gradients into the one that is reduced. The cheaper one is taken.
+2. `Edges` splits buckets where the collectives at the edges of a graph decide when it ends. Little is computed before
+   the first units are needed, so their gathers cannot be hidden whole; the same is true of the reductions that are
+   ready last. Where the link is about as busy as the processor, a delay at the edge stays: each unit is then complete
+   only after computing needs it. Split by parameter, computing goes on when the first parameter is there, and only the
+   last gradients are still being reduced when it ends. Computing from a gather's first use on follows the gather and
+   all gathers before it. The largest sum of the two is the earliest end of the graph. Units are split whose sum is
+   larger than it would be if every unit were split.
+3. `join_gathers`, `join_reductions`: neighbouring units share a collective if they are so small that its latency takes
+   most of its time (40 gathers of 5 KB -> 2 gathers of 100 KB). Unsharded parameters, and full gradients that wait for
+   their reduction, grow by no more than the bytes given.
+
+All of it comes out the same on every rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Hashable, Iterable, Sequence
+
+from torch import fx
+
+from fsdp_compile.cost.communicate import Kind
+from fsdp_compile.cost.fusion import Fusion, plan_kernels
+from fsdp_compile.cost.hardware import Hardware
+from fsdp_compile.cost.timeline import times_us
+from fsdp_compile.ir.graph import StepGraph, require
+from fsdp_compile.ir.queries import InputsByFlat
+from fsdp_compile.layout.hosts import GroupRanks
+from fsdp_compile.passes.bucketing.messages import (
+    Bucket,
+    Packing,
+    ParamCollective,
+    collective_of,
+    is_small,
+    make_bucket,
+)
+
+
+def cheapest_bucket(singles: Sequence[ParamCollective], hardware: Hardware | None, partials: InputsByFlat) -> Bucket:
+    """The bucket of some parameters in the layout that takes less time; without hardware, nothing is copied.
+
+    `partials` are the inputs with accumulated reduce-scattered gradients.
+    """
+    apart = make_bucket(singles)
+    if hardware is None or len({require(s.start).unit for s in singles}) > 1:
+        return apart
+    if any(s.is_post_forward or s.spec.gather_format or s.spec.hook or partials.of(s.flat) for s in singles):
+        return apart
+    packed = make_bucket(singles, Packing.PACKED)
+    saved_us = (len(apart.pieces) - len(packed.pieces)) * hardware.link_of(singles[0].ranks).message.value
+    # Packed, what would otherwise be used in place is copied.
+    together = (single for piece in packed.pieces if len(piece.singles) > 1 for single in piece.singles)
+    copied = [single for single in together if not is_small(single) and single.spec.is_contiguous]
+    copies_us = 2 * sum(single.full_bytes for single in copied) * 1e6 / hardware.device.bytes_per_s
+    return packed if saved_us > copies_us else apart
+
+
+LEAST_LATENCIES = 4.0
+"""A bucket is not split further once its bytes take less than this many times the latency of a collective."""
+NEAR = 1.002
+"""A graph may end later by this factor before a unit is split for it."""
+Groups = list[list[ParamCollective]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Edges:
+    """Times of a graph, which say what is at its edges; `before_us` is the time of computing all nodes before one."""
+
+    before_us: dict[fx.Node, float]
+    total_us: float
+    hardware: Hardware
+
+    def split_gathers(self, groups: Groups) -> Groups:
+        """Splits groups, in the order in which they are read, that would delay computing from their first use on."""
+        least_us, over_us = self.total_us, 0.0
+        for run in (run for group in groups for run in self._runs(group, Kind.GATHER)):
+            over_us += self._time_us(run, Kind.GATHER)
+            least_us = max(least_us, over_us + self._left_us(run))
+        done: Groups = []
+        over_us = 0.0
+        for group in groups:
+            over_us += self._time_us(group, Kind.GATHER)
+            late = over_us + self._left_us(group) > NEAR * least_us
+            done += self._runs(group, Kind.GATHER) if late else [group]
+        return done
+
+    def split_reductions(self, groups: Groups) -> Groups:
+        """Splits groups, in the order in which they are ready, that would delay the end of the graph."""
+        least_us, left_us = self.total_us, 0.0
+        for run in (run for group in groups[::-1] for run in self._last_runs(group)[::-1]):
+            left_us += self._time_us(run, Kind.REDUCE)
+            least_us = max(least_us, self._ready_us(run) + left_us)
+        done: Groups = []
+        left_us = 0.0
+        for group in groups[::-1]:
+            left_us += self._time_us(group, Kind.REDUCE)
+            late = self._ready_us(group) + left_us > NEAR * least_us
+            done = (self._last_runs(group) if late else [group]) + done
+        return done
+
+    def _left_us(self, singles: Sequence[ParamCollective]) -> float:
+        """Time of computing from the first use of any of them on."""
+        return self.total_us - min(self.before_us[single.start] for single in singles)
+
+    def _ready_us(self, singles: Sequence[ParamCollective]) -> float:
+        """Time of computing until the last of their gradients is there."""
+        return max(self.before_us[single.start] for single in singles)
+
+    def _last_runs(self, singles: Sequence[ParamCollective]) -> Groups:
+        """Cuts a sequence from its end."""
+        runs = self._runs(singles[::-1], Kind.REDUCE)
+        return [run[::-1] for run in runs[::-1]] if len(runs) > 1 else [list(singles)]
+
+    def _runs(self, singles: Sequence[ParamCollective], kind: Kind) -> Groups:
+        """Cuts a sequence into runs of enough bytes."""
+        # Small ones are one message, so they stay together.
+        ordered = [s for s in singles if is_small(s)] + [s for s in singles if not is_small(s)]
+        runs: Groups = [[]]
+        run_bytes = 0
+        for single in ordered:
+            if runs[-1] and self._is_enough(run_bytes, runs[-1][0].ranks, kind):
+                runs.append([])
+                run_bytes = 0
+            runs[-1].append(single)
+            run_bytes += _shard_bytes(single)
+        if len(runs) > 1 and not self._is_enough(run_bytes, runs[-1][0].ranks, kind):
+            runs[-2:] = [runs[-2] + runs[-1]]
+        return runs
+
+    def _is_enough(self, shard_bytes: int, ranks: GroupRanks, kind: Kind) -> bool:
+        latency_us = self.hardware.collective_us(kind.value, 0, ranks)
+        enough: bool = self._sending_us(shard_bytes, ranks, kind) >= (1 + LEAST_LATENCIES) * latency_us
+        return enough
+
+    def _time_us(self, singles: Sequence[ParamCollective], kind: Kind) -> float:
+        return self._sending_us(sum(map(_shard_bytes, singles)), singles[0].ranks, kind)
+
+    def _sending_us(self, shard_bytes: int, ranks: GroupRanks, kind: Kind) -> float:
+        time_us: float = self.hardware.collective_us(kind.value, shard_bytes * (ranks.size - 1), ranks)
+        return time_us
+
+
+def _shard_bytes(single: ParamCollective) -> int:
+    """Bytes of this rank's part of a parameter, as it is sent."""
+    size_bytes: int = single.extent * single.sent.meta["val"].element_size()
+    return size_bytes
+
+
+def edges_of(step: StepGraph, hardware: Hardware) -> Edges:
+    """Times of a graph in which nothing is scheduled yet."""
+    busy_us = times_us(step.graph, hardware, plan_kernels(step.graph, Fusion.KERNELS))
+    reached = itertools.accumulate(busy_us.values(), initial=0.0)
+    before_us = dict(zip(step.graph.nodes, reached, strict=False))
+    return Edges(before_us, sum(busy_us.values()), hardware)
+
+
+def worth_joining_bytes(hardware: Hardware, ranks: GroupRanks) -> int:
+    """Bytes of a message below which it pays to send two as one, in a group of some ranks.
+
+    A message of this size takes `LEAST_LATENCIES` times as long on the link as the latency of its collective.
+    """
+    waiting_us = hardware.collective_us(Kind.GATHER.value, 0, ranks)
+    return round(LEAST_LATENCIES * waiting_us * hardware.bytes_per_s(ranks) / 1e6)
+
+
+def join_gathers(groups: Groups, limit_bytes: int, partials: InputsByFlat) -> Groups:
+    """Joins neighbours among groups of gathers, which are in the order in which they are needed."""
+    return _join_neighbours(groups, limit_bytes, partials)
+
+
+def join_reductions(groups: Groups, limit_bytes: int, order: dict[fx.Node, int], partials: InputsByFlat) -> Groups:
+    """Joins neighbours among groups of reductions, in the order in which their last gradients are ready."""
+    if limit_bytes == 0:
+        return groups
+    ordered = sorted(groups, key=lambda group: max(order[single.start] for single in group))
+    return _join_neighbours(ordered, limit_bytes, partials)
+
+
+@dataclasses.dataclass
+class _Open:
+    """A group that more can join, and its bytes."""
+
+    singles: list[ParamCollective]
+    size_bytes: int
+
+
+def _join_neighbours(groups: Iterable[Sequence[ParamCollective]], limit_bytes: int, partials: InputsByFlat) -> Groups:
+    """Groups with no large one between them, of one kind of collective, up to a limit; others are not joined."""
+    done: Groups = []
+    last: dict[Hashable, _Open] = {}
+    for group in groups:
+        size_bytes = sum(single.full_bytes for single in group)
+        if size_bytes > limit_bytes:
+            # Joining across it would gather units long before, or reduce them long after, their own time.
+            last.clear()
+        kinds = {(collective_of(single), single.spec.reshard) for single in group}
+        joins = len(kinds) == 1 and all(can_be_joined(single, partials) for single in group)
+        kind = kinds.pop() if joins else None
+        before = last.get(kind) if kind is not None else None
+        if before is not None and before.size_bytes + size_bytes <= limit_bytes:
+            before.singles.extend(group)
+            before.size_bytes += size_bytes
+            continue
+        done.append(list(group))
+        last[kind] = _Open(done[-1], size_bytes)
+    return done
+
+
+def can_be_joined(single: ParamCollective, partials: InputsByFlat) -> bool:
+    """Whether a collective can be joined beyond its unit.
+
+    A hook is called once for each unit. Post-forward shards and accumulated gradients belong to the flat parameters of
+    one unit.
+    """
+    spec = single.spec
+    return not (spec.hook or spec.post_forward_size > 1 or spec.compute or partials.of(single.flat) is not None)

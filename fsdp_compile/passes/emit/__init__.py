@@ -1,1 +1,0 @@
-"""Nodes that passes insert: all-gathers, reductions, host copies."""
