@@ -127,7 +127,7 @@ def _live_and_die_with_the_session() -> None:
     # In a process group of our own, Ctrl-C reaches the parent alone; killing the group takes compilers along.
     os.setpgid(0, 0)
     parent_pid = os.getppid()  # of the session, or of its server of processes, which ends when nobody has this open
-    server: Any = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = multiprocessing.forkserver._forkserver
     if server._forkserver_alive_fd is not None:
         os.close(server._forkserver_alive_fd)
         server._forkserver_alive_fd = None
