@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
+import multiprocessing.forkserver
 import os
 import pickle
 import random
@@ -67,15 +68,17 @@ class _SetAside:
 _set_aside = _SetAside()
 
 
-def serve(connection: Connection, stacks: Path, parent_pid: int) -> None:
-    """Run tasks from `connection` until the parent closes it or dies.
+def serve(connection: Connection, stacks: Path, environment: dict[str, str]) -> None:
+    """Run tasks from `connection` until the session closes it or dies.
 
     Args:
         connection: Brings pickled `Task`s, takes pickled `Outcome`s.
         stacks: File to which the stacks of all threads are written on SIGUSR1.
-        parent_pid: The process whose end is also ours.
+        environment: Variables of the session as they are now, and not as they were when its first rank started.
     """
-    _live_and_die_with(parent_pid)
+    _live_and_die_with_the_session()
+    os.environ.clear()
+    os.environ.update(environment)
     # Its records of collectives hold the code that called them, and that code what Dynamo compiled for it.
     os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
     # Here rather than by the first task, so that what it makes is set aside as well.
@@ -98,6 +101,8 @@ def serve(connection: Connection, stacks: Path, parent_pid: int) -> None:
 def reset_torch() -> None:
     """Undo what a test may have left behind in this process, Inductor's disk cache excepted."""
     torch.compiler.reset()
+    # Compiling a frame measures how long its guards take, with caches flushed: a tenth of what a small model takes.
+    torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
     torch.manual_seed(0)
     random.seed(0)
     torch.set_default_dtype(torch.float32)
@@ -118,9 +123,14 @@ def set_aside() -> None:
         _set_aside.modules = len(sys.modules)
 
 
-def _live_and_die_with(parent_pid: int) -> None:
+def _live_and_die_with_the_session() -> None:
     # In a process group of our own, Ctrl-C reaches the parent alone; killing the group takes compilers along.
     os.setpgid(0, 0)
+    parent_pid = os.getppid()  # of the session, or of its server of processes, which ends when nobody has this open
+    server: Any = multiprocessing.forkserver._forkserver
+    if server._forkserver_alive_fd is not None:
+        os.close(server._forkserver_alive_fd)
+        server._forkserver_alive_fd = None
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # it died before the line above

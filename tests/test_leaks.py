@@ -20,7 +20,7 @@ from benchmarks._torch import forget_meshes
 from fsdp_compile.fsdp2.param_group import ParamGroup
 from fsdp_compile.fsdp2.unit import Unit
 from tests.fake_world import fake_world
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 _MODELS = 30
 _WAYS: tuple[dict[str, Any], ...] = (
@@ -146,7 +146,10 @@ def test_a_part_that_was_called_alone_does_not_keep_its_model() -> None:
         assert fsdp_compile.units(part)
 
 
-def _drop_models() -> tuple[list[dict[str, int]], list[dict[str, int]], list[str]]:
+@pytest.mark.long
+@linux_only
+@on_ranks()
+def test_many_models_leave_nothing_behind() -> None:
     left: list[str] = []
     # FSDP2 makes a process group for reductions of each model, which lives as long as the world.
     ways = [way for way in _WAYS if "separate_reduce_group" not in way]
@@ -162,16 +165,9 @@ def _drop_models() -> tuple[list[dict[str, int]], list[dict[str, int]], list[str
         left += _left(references)
     opened.append(_open())
     alive.append(_alive())
-    return opened, alive, left
-
-
-@pytest.mark.long
-@linux_only
-def test_many_models_leave_nothing_behind() -> None:
-    for opened, alive, left in run_ranks(_drop_models, world_size=2):
-        assert left == []
-        assert alive[0] == alive[1]
-        assert opened[0] == opened[1]
+    assert left == []
+    assert alive[0] == alive[1]
+    assert opened[0] == opened[1]
 
 
 _WORLDS = 3

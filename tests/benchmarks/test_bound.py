@@ -1,4 +1,4 @@
-"""What a step takes at least: by hand, beside traffic of real runs, and beside the bound that plans have."""
+"""The least time of a step, and what the planner hears of a link."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import pytest
 from benchmarks import bound, contenders, models
 from benchmarks.bound import Held, Least, Sizes, bound_s, busy_s, least_bytes
 from benchmarks.contenders import OURS, OURS_SHARDED, Setup
-from benchmarks.hardware import plan_of, told
+from benchmarks.hardware import plan_of, timed, told
 from benchmarks.models import SMOKE, llama
 from benchmarks.step_time import Computed, Emulated, held_of, shares
+from fsdp_compile.layout.hosts import GroupRanks
 from tests import long
 
 SIZES = Sizes(all_bytes=100, input_bytes=10, block_bytes=15, root_bytes=40)
@@ -67,3 +68,22 @@ def test_our_plans_hold_what_is_said_of_them(contender: contenders.Contender) ->
     exchanged = sum(size for kind, size in plan.volume.sent_bytes.items() if kind.value == "row exchange")
     least = least_bytes(contender.held, sizes, 8, exchanged).total
     assert 0.8 * plan.volume.total_bytes < least <= plan.volume.total_bytes
+
+
+@pytest.mark.long
+def test_the_planner_hears_of_the_link_and_of_measured_operators() -> None:
+    task = models.llama(models.SMOKE)
+    informed = told(Setup(task.block), bytes_per_s=1e6, latency_us=50.0)
+    given = informed.options["hardware"]
+    link = given.link
+    assert given.collective_us("all-gather", 1e6, GroupRanks(8)) == 1e6 + 50.0
+    known = timed(task, informed, ranks=8).options["hardware"]
+    assert known.link == link
+    assert known.device.measured
+    assert plan_of(task, informed, ranks=8).hardware.link == link
+
+
+def test_a_fixed_distance_is_told_nothing() -> None:
+    task = models.llama(models.SMOKE)
+    fixed = Setup(task.block, options={"prefetch": 2})
+    assert timed(task, told(fixed, bytes_per_s=1e6, latency_us=50.0), ranks=8) == fixed

@@ -1,9 +1,10 @@
-"""The list of a GPU's benchmarks: what each part's failure leaves of the others, how long it may take, and budgets."""
+"""Runs on a GPU, in namespaces and for a long time: what is planned, what is missing, what is left over."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,10 +13,11 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks import models
+from benchmarks import models, soak
 from benchmarks.contenders import Setup, chosen
 from benchmarks.gpu import peaks, run_all
 from benchmarks.gpu.run_all import CONTENDERS, Part, main, parts
+from benchmarks.network import namespaces
 from benchmarks.network.emulated import Network, emulated_world
 from benchmarks.network.wire import Link
 from benchmarks.steps import prepare
@@ -86,3 +88,65 @@ def test_budgets_and_predictions_are_of_the_graphs_that_ran() -> None:
     # The smallest budget is what its graphs need: some bytes of scalars aside, neither more nor less.
     assert rows[1]["predicted_bytes"] == pytest.approx(rows[1]["budget_gb"] * 1e9, rel=1e-3)
     assert rows[1]["predicted_bytes"] < rows[0]["predicted_bytes"]
+
+
+def _cannot() -> str:
+    try:
+        with namespaces.slow_network(1.0):
+            return ""
+    except namespaces.UnavailableError as error:
+        return str(error)
+
+
+def test_a_missing_tool_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda tool: None if tool == "tc" else f"/sbin/{tool}")
+    with pytest.raises(namespaces.UnavailableError, match="tc not found: install iproute2"):
+        namespaces.check_available()
+
+
+def test_root_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda tool: f"/sbin/{tool}")
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    with pytest.raises(namespaces.UnavailableError, match="need root"):
+        namespaces.check_available()
+
+
+@pytest.mark.optional
+def test_the_link_has_its_rate_and_goes_away() -> None:
+    reason = _cannot()
+    if reason:
+        pytest.skip(reason)
+    with namespaces.slow_network(1.0) as hosts:
+        shown = _output("ip", "netns", "exec", hosts[0].namespace, "tc", "qdisc", "show", "dev", hosts[0].interface)
+        assert "rate 1Gbit" in shown
+        assert hosts[0].namespace in _output("ip", "netns", "list")
+    assert hosts[0].namespace not in _output("ip", "netns", "list")
+
+
+def _output(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def _rounds(**last: float) -> list[dict[str, float]]:
+    flat = dict.fromkeys(soak.COUNTS, 5) | {"memory_mb": 400.0}
+    return [*([flat] * 7), flat | last]
+
+
+def test_what_grows_is_named() -> None:
+    assert soak.grown(_rounds()) == []
+    assert soak.grown(_rounds(threads=6)) == ["threads went from 5 to 6"]
+    assert soak.grown(_rounds(graph_modules=11, meshes=4)) == ["graph_modules went from 5 to 11"]
+    filling = [{**row, "threads": number} for number, row in enumerate(_rounds())]
+    assert soak.grown(filling) == ["threads went from 2 to 7"], "the first rounds do not count"
+
+
+def test_memory_may_grow_by_a_share() -> None:
+    for mb_per_round, problems in ((0.5, 0), (5.0, 1)):
+        rounds = [{**row, "memory_mb": 400 + number * mb_per_round} for number, row in enumerate(_rounds())]
+        assert len(soak.grown(rounds)) == problems
+
+
+@pytest.mark.long
+def test_nothing_is_left_of_models_and_worlds(tmp_path: Path) -> None:
+    assert soak.main(["--smoke", "--out", str(tmp_path / "soak.json")]) == 0
+    assert len(json.loads((tmp_path / "soak.json").read_text())["results"]) == 4

@@ -20,7 +20,7 @@ from tests import long
 from tests.fake_world import fake_world
 from tests.models.kinds import WIDTH, Stack
 from tests.numerics.one_process.measure import gradient_difference
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.two_sides import Run, WithOneProcess, compile_eagerly
 
 
@@ -78,17 +78,14 @@ def _refusal(call: Callable[[], object]) -> str:
     return ""
 
 
-def _ddp(form: str, make: str) -> str:
-    return _refusal(lambda: FORMS[form](MODELS[make]())(torch.ones(2, WIDTH)).sum().backward())
-
-
 @pytest.mark.core
 @long.parametrize("make", MODELS, always=["small"])
-@pytest.mark.parametrize("form", FORMS)
+@long.parametrize("form", FORMS, always=["around", "inside", "module.compile", "function"])
+@on_ranks(timeout_s=60)
 def test_ddp_is_refused_wherever_it_stands(form: str, make: str) -> None:
-    for message in run_ranks(_ddp, form, make, timeout_s=60):
-        assert message.startswith(f"{ConfigError.__name__}: DistributedDataParallel averages gradients by itself")
-        assert "the model without DistributedDataParallel" in message
+    message = _refusal(lambda: FORMS[form](MODELS[make]())(torch.ones(2, WIDTH)).sum().backward())
+    assert message.startswith(f"{ConfigError.__name__}: DistributedDataParallel averages gradients by itself")
+    assert "the model without DistributedDataParallel" in message
 
 
 def _replicate_with_fsdp(model: nn.Module) -> None:
@@ -163,7 +160,7 @@ def _blocks_alone(form: str) -> str:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("form", ["alone", "head-for-another-backend", "head-in-place-for-another-backend"])
+@long.parametrize("form", ["alone", "head-for-another-backend", "head-in-place-for-another-backend"], always=["alone"])
 def test_blocks_that_are_compiled_alone_are_refused(form: str) -> None:
     for message in run_ranks(_blocks_alone, form):
         assert message.startswith(f"{ConfigError.__name__}: only a part of a model is compiled")
@@ -223,7 +220,8 @@ class _Half(nn.Module):
         return self.stack(self.first(x))
 
 
-def _ddp_for_the_rest() -> tuple[float, float]:
+@on_ranks()
+def test_ddp_that_ignores_what_is_sharded_averages_the_rest() -> None:
     """The largest difference of a gradient from one process, in DDP's part and in the sharded one."""
     torch.manual_seed(0)
     model = _Half()
@@ -242,9 +240,5 @@ def _ddp_for_the_rest() -> tuple[float, float]:
         full = mine.grad.full_tensor() if isinstance(mine.grad, DTensor) else mine.grad
         part = name.partition(".")[0]
         worst[part] = max(worst[part], (full - theirs.grad).abs().max().item())
-    return worst["first"], worst["stack"]
-
-
-def test_ddp_that_ignores_what_is_sharded_averages_the_rest() -> None:
-    for differences in run_ranks(_ddp_for_the_rest):
-        assert max(differences) < 1e-6
+    differences = worst["first"], worst["stack"]
+    assert max(differences) < 1e-6

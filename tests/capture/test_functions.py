@@ -1,7 +1,8 @@
-"""Parameters that functions of control flow read: gathered and reduced once, as in one process, or refused by name."""
+"""Graphs with functions that read parameters, and with unusual inputs: as in one process, or refused by name."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,12 +13,13 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._higher_order_ops.map import map as map_
 from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.nn.attention.flex_attention import flex_attention
 
 from tests import long
 from tests.capture.accumulation import check_accumulation
 from tests.fake_world import fake_world
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.two_sides import Run, WithOneProcess, close, compile_eagerly, loss_of
 
 WIDTH = 6
@@ -111,19 +113,19 @@ class _Regions(nn.Module):
 MODELS: list[Callable[[], nn.Module]] = [_Cond, _ReadTwice, _NestedCond, _Loop, _Scan, _Map]
 
 
-def _check(make: Callable[[], nn.Module], how: Run) -> None:
+@long.parametrize("how", [Run.PLAIN, Run.SHARDED], always=[Run.SHARDED], ids=lambda how: how.value)
+@long.parametrize("make", MODELS, always=[_NestedCond])
+@on_ranks()
+def test_functions_read_as_in_one_process(make: Callable[[], nn.Module], how: Run) -> None:
+    """Branches that are not taken give zeros, as plain `torch.compile` does, and not `None`."""
     pair = WithOneProcess(make, how, shape=WIDTH)
     pair.train()
 
 
-@long.parametrize("how", [Run.PLAIN, Run.SHARDED], always=[Run.SHARDED], ids=lambda how: how.value)
-@long.parametrize("make", MODELS, always=[_NestedCond])
-def test_functions_read_as_in_one_process(make: Callable[[], nn.Module], how: Run) -> None:
-    """Branches that are not taken give zeros, as plain `torch.compile` does, and not `None`."""
-    run_ranks(_check, make, how, world_size=2)
-
-
-def _check_branches_of_ranks() -> None:
+@pytest.mark.long
+@on_ranks()
+def test_ranks_may_take_different_branches() -> None:
+    """Each gathers the parameters of both, so nothing hangs."""
     torch.manual_seed(0)
     model, rank = _Cond(), torch.distributed.get_rank()
     reference = _Cond()
@@ -136,11 +138,6 @@ def _check_branches_of_ranks() -> None:
         (loss_of(reference(batch)) * scale**2 / 2).backward()
     for (name, mine), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
         close(mine.grad.full_tensor(), theirs.grad, name)  # type: ignore[union-attr]
-
-
-def test_ranks_may_take_different_branches() -> None:
-    """Each gathers the parameters of both, so nothing hangs."""
-    run_ranks(_check_branches_of_ranks, world_size=2)
 
 
 @long.parametrize("make", [_Cond, _Scan], always=[_Scan])
@@ -165,3 +162,96 @@ def test_other_functions_that_read_are_refused() -> None:
 def test_nested_regions_are_refused() -> None:
     with fake_world(2), pytest.raises(BackendCompilerFailed, match=r"(?s)nested_compile_region.*'regions': 'blocks'"):
         compile_eagerly(_Regions())(torch.ones(2, WIDTH))
+
+
+class _Weight(nn.Module):
+    """A layer after something that is made of a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(WIDTH) + 0.1 * torch.randn(WIDTH, WIDTH))
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(x @ self.made())
+
+    def made(self) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class _Tangent(_Weight):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        results = torch.func.jvp(lambda y: torch.tanh(y @ self.weight), (x,), (torch.ones_like(x),))
+        return self.out(results[0]) + results[1]
+
+
+class _Experts(nn.Module):
+    """The number of rows of each expert depends on data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 2)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.gate(x).softmax(-1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = torch.nonzero(scores.argmax(-1) == number).squeeze(1)
+            out = out.index_add(0, rows, expert(x[rows]) * scores[rows, number : number + 1])
+        return out
+
+
+INPUTS_MODELS: list[Callable[[], nn.Module]] = [_Tangent, _Experts]
+"""Others are rows of tests/fuzz/catalogue.py."""
+
+
+@long.parametrize("how", [Run.PLAIN, Run.SHARDED], always=[Run.SHARDED], ids=lambda how: how.value)
+@long.parametrize("make", INPUTS_MODELS, always=[_Experts])
+@on_ranks()
+def test_unusual_graphs_train_as_in_one_process(make: Callable[[], nn.Module], how: Run) -> None:
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        pair = WithOneProcess(make, how, shape=WIDTH)
+        pair.train()
+
+
+def _check_first_call_in(transform: Callable[..., Any]) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(WIDTH, WIDTH), torch.randn(4, WIDTH)
+    expected = transform(lambda y: torch.sin(model(y)).sum(), x)
+    compiled = compile_eagerly(model)
+    close(transform(lambda y: torch.sin(compiled(y)).sum(), x), expected, "derivative")
+
+
+def _gradient(function: Callable[..., Any], x: torch.Tensor) -> Any:
+    return torch.func.grad(function)(x)
+
+
+def _tangent(function: Callable[..., Any], x: torch.Tensor) -> Any:
+    return torch.func.jvp(function, (x,), (torch.ones_like(x),))[1]
+
+
+@pytest.mark.skipif(
+    not hasattr(_fsdp_common, "_disable_functorch_if_active"),
+    reason="Python reads the parameters here, and this torch's FSDP2 cannot gather them inside of a transform (2.11)",
+)
+@long.parametrize("transform", [_gradient, _tangent], always=[_gradient])
+def test_the_first_call_may_be_inside_of_a_transform(transform: Callable[..., Any]) -> None:
+    run_ranks(functools.partial(_check_first_call_in, transform), world_size=2)
+
+
+class _WithTarget(nn.Module):
+    """One layer is used with and without gradients in one forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            target = torch.tanh(self.layer(x))
+        return self.layer(x) - target
+
+
+def test_a_layer_used_with_and_without_gradients_accumulates() -> None:
+    run_ranks(check_accumulation, _WithTarget, WIDTH, world_size=2)

@@ -15,15 +15,10 @@ from torch import nn
 from fsdp_compile import ConfigError, fully_shard
 from tests import long
 from tests.models.kinds import WIDTH, Stack
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.two_sides import Run, WithOneProcess, loss_of
 
 IN_PLACE = {"backend": "fsdp", "options": {"lower": "eager"}}
-
-
-def _encoder() -> nn.Module:
-    layer = nn.TransformerEncoderLayer(WIDTH // 4, 2, WIDTH, dropout=0.0, batch_first=True)
-    return nn.Sequential(nn.Unflatten(1, (4, WIDTH // 4)), layer, nn.Flatten(1))
 
 
 class _Head(nn.Module):
@@ -69,25 +64,16 @@ def _heads(model: nn.Module) -> list[nn.Module]:
     return [model.a, model.b]
 
 
-def _linear() -> nn.Module:
-    return nn.Linear(WIDTH, WIDTH)
-
-
-def _sequential() -> nn.Module:
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
-
-
 @pytest.mark.core
 @long.parametrize(
     ("make", "parts"),
-    [(_linear, _all_of_it), (_sequential, _all_of_it), (_encoder, _all_of_it), (Stack, _each_part)],
-    always=[(_sequential, _all_of_it)],
+    [(Stack, _all_of_it), (Stack, _each_part), (_TwoHeads, _heads)],
+    always=[(Stack, _all_of_it)],
 )
-def test_it_trains_as_one_process(make: Callable[[], nn.Module], parts: Callable[[nn.Module], list[nn.Module]]) -> None:
-    run_ranks(_train, make, Run.EAGER, parts)
-
-
-def _refused(make: Callable[[], nn.Module], parts: Callable[[nn.Module], list[nn.Module]]) -> str:
+@on_ranks()
+def test_plain_ones_are_refused_before_anything_is_trained(
+    make: Callable[[], nn.Module], parts: Callable[[nn.Module], list[nn.Module]]
+) -> None:
     model = make()
     expected = copy.deepcopy(model)
     for part in parts(model):
@@ -101,23 +87,9 @@ def _refused(make: Callable[[], nn.Module], parts: Callable[[nn.Module], list[nn
     assert all(type(parameter) is nn.Parameter for parameter in model.parameters()), "something was sharded"
     fully_shard(model)
     loss_of(model(batch)).backward()
-    return str(caught.value)
-
-
-@pytest.mark.core
-@long.parametrize(
-    ("make", "parts"),
-    [(Stack, _all_of_it), (Stack, _each_part), (_TwoHeads, _heads)],
-    always=[(Stack, _all_of_it)],
-)
-def test_plain_ones_are_refused_before_anything_is_trained(
-    make: Callable[[], nn.Module], parts: Callable[[nn.Module], list[nn.Module]]
-) -> None:
-    for message in run_ranks(_refused, make, parts):
-        assert "compiled code trains a plain model" in message
-        assert (
-            "torch.compile(model, backend='fsdp') of the whole model, which shards it, or fully_shard(model)" in message
-        )
+    message = str(caught.value)
+    assert "compiled code trains a plain model" in message
+    assert "torch.compile(model, backend='fsdp') of the whole model, which shards it, or fully_shard(model)" in message
 
 
 def _nothing(_model: nn.Module) -> list[nn.Module]:

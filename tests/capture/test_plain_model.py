@@ -1,9 +1,10 @@
-"""One line on an unsharded model: its first call shards it, whatever its forward is, and it trains as before."""
+"""One line on an unsharded model: its first call shards it, and what is left on it until then."""
 
 from __future__ import annotations
 
 import copy
 import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,13 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import ConfigError, full_params, fully_shard, units
 from tests import long
 from tests.fake_world import fake_world
+from tests.models.kinds import WIDTH, Stack
 from tests.models.outlines import Small, Transformer
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.two_sides import Run, WithOneProcess, close, compile_eagerly
 
 
@@ -167,23 +170,9 @@ def test_the_first_call_splits_the_model_and_ends_there() -> None:
         _check_units()
 
 
-def _check_first_call_without_gradients() -> None:
-    torch.manual_seed(0)
-    model = Small()
-    reference = copy.deepcopy(model)
-    compiled = compile_eagerly(model)
-    x = torch.randn(2, 6)
-    with torch.no_grad():
-        torch.testing.assert_close(compiled(x), reference(x))
-    assert _is_sharded(model)
-    _train(compiled, model, reference)
-
-
-def test_inference_first_then_training() -> None:
-    run_ranks(_check_first_call_without_gradients)
-
-
-def _made_by_the_first_rank() -> None:
+@on_ranks()
+def test_values_of_the_first_rank_alone() -> None:
+    """The others have the model on meta; the optimizer is made before any has its part."""
     torch.manual_seed(0)
     reference = Small()
     torch.manual_seed(0)
@@ -193,12 +182,8 @@ def _made_by_the_first_rank() -> None:
     _train(torch.compile(model, backend="fsdp", options=options), model, reference)
 
 
-def test_values_of_the_first_rank_alone() -> None:
-    """The others have the model on meta; the optimizer is made before any has its part."""
-    run_ranks(_made_by_the_first_rank)
-
-
-def _made_by_no_rank() -> None:
+@on_ranks(timeout_s=60)
+def test_values_of_no_rank() -> None:
     with torch.device("meta"):
         model = Small()
     compiled: Any = torch.compile(model, backend="fsdp", options={"lower": "eager", "sync_module_states": True})
@@ -206,11 +191,9 @@ def _made_by_no_rank() -> None:
         compiled(torch.ones(2, 6))
 
 
-def test_values_of_no_rank() -> None:
-    run_ranks(_made_by_no_rank, timeout_s=60)
-
-
-def _check_inference_only() -> None:
+@pytest.mark.long
+@on_ranks()
+def test_inference_only() -> None:
     torch.manual_seed(0)
     model = Small().requires_grad_(requires_grad=False).eval()
     reference = copy.deepcopy(model)
@@ -221,11 +204,6 @@ def _check_inference_only() -> None:
     with torch.inference_mode():
         torch.testing.assert_close(compiled(x), reference(x))
     assert _is_sharded(model)
-
-
-@pytest.mark.long
-def test_inference_only() -> None:
-    run_ranks(_check_inference_only)
 
 
 def _train_where(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> nn.Module:
@@ -270,3 +248,97 @@ def test_a_layer_that_is_a_unit_is_dropped_from_a_sharded_model() -> None:
         model.layers = model.layers[:1]
         gc.collect()
         assert compiled(torch.ones(2, 4)).shape == (2, 4)
+
+
+Call = Callable[[torch.Tensor], Any]
+
+
+def _kinds(model: nn.Module) -> set[type]:
+    return {type(parameter) for parameter in model.parameters()}
+
+
+def test_a_first_call_that_fails_is_tried_again() -> None:
+    model = nn.LSTM(WIDTH, WIDTH)  # Dynamo compiles nothing of it, which would be another occasion
+    call = compile_eagerly(model)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="no process group"):
+            call(torch.ones(3, 2, WIDTH))
+    with fake_world(2):
+        call(torch.ones(3, 2, WIDTH))
+        assert isinstance(model, FSDPModule)
+
+
+def test_values_in_the_place_of_parameters_are_not_the_first_call() -> None:
+    with fake_world(2):
+        model = nn.LSTM(WIDTH, WIDTH)
+        call: Any = compile_eagerly(model)
+        values = {name: torch.zeros_like(p) for name, p in call.named_parameters()}
+        torch.func.functional_call(call, values, torch.ones(3, 2, WIDTH))
+        assert _kinds(model) == {nn.Parameter}
+        call(torch.ones(3, 2, WIDTH))
+        assert isinstance(model, FSDPModule)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", ["called", "fully_shard"])
+@on_ranks()
+def test_every_wrapper_of_a_container_follows_conversions(first: str) -> None:
+    """A container with two wrappers, of which the second is called first after a conversion."""
+    layers = nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3)
+    pair = WithOneProcess(lambda: nn.Sequential(*layers), Run.PLAIN, shape=WIDTH)
+    second = compile_eagerly(pair.model)
+    if first == "called":
+        pair.backward()
+    else:
+        fully_shard(pair.model)
+    pair.change(lambda model: model.zero_grad())
+    pair.change(lambda model: model.double())
+    pair.dtype = torch.float64
+    pair.call = second
+    for _ in range(2):
+        pair.backward()
+    pair.compare()
+
+
+@pytest.mark.parametrize("make", [Stack, lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH))], ids=["class", "Sequential"])
+def test_a_model_that_torch_shards_after_its_compile_is_taken_over(make: Callable[[], nn.Module]) -> None:
+    with fake_world(2):
+        model = make()
+        call = compile_eagerly(model)
+        fsdp2(model)
+        call(torch.ones(2, WIDTH)).sum().backward()
+        assert isinstance(model, FSDPModule)
+        assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_a_lazy_model_is_refused_when_it_is_called_and_not_before() -> None:
+    model = nn.Sequential(nn.LazyLinear(3))
+    call = compile_eagerly(model)
+    with fake_world(2), pytest.raises(ConfigError, match="no shape yet"):
+        call(torch.ones(2, WIDTH))
+
+
+@pytest.mark.parametrize("make", [Stack, lambda: nn.Linear(WIDTH, WIDTH)], ids=["class", "of-torch"])
+@pytest.mark.parametrize("called", [True, False])
+def test_nothing_of_a_compiled_model_is_kept(make: Callable[[], nn.Module], called: bool) -> None:  # noqa: FBT001
+    with fake_world(2), torch.no_grad():
+        model: nn.Module = make()
+        batch = torch.ones(2, WIDTH)
+        compiled: Any = compile_eagerly(model)
+        if called:
+            compiled(batch)
+        kept: list[weakref.ref[Any]] = [weakref.ref(batch), weakref.ref(model)]
+        del model, batch, compiled
+        gc.collect()
+        assert [reference() for reference in kept] == [None, None]
+
+
+def test_a_first_call_whose_forward_fails() -> None:
+    with fake_world(2):
+        model = Stack()
+        call = compile_eagerly(model)
+        with pytest.raises(Exception, match="shape"):
+            call(torch.ones(2, WIDTH + 1))
+        for _ in range(2):
+            call(torch.ones(2, WIDTH)).sum().backward()
+        assert all(isinstance(parameter.grad, DTensor) for parameter in model.parameters())

@@ -16,36 +16,10 @@ from fsdp_compile import ConfigError, fully_shard
 from tests import long
 from tests.fake_world import fake_world
 from tests.models.kinds import WIDTH, Stack
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 from tests.two_sides import Run, WithOneProcess, close, compile_eagerly, loss_of
 
-
-class Recurrent(nn.Module):
-    """Dynamo leaves its forward to Python."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.LSTM(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.cell(x)[0]
-
-
 Call = Callable[[torch.Tensor], torch.Tensor]
-
-
-def _module() -> tuple[Call, nn.Module]:
-    model = Recurrent()
-    return compile_eagerly(model), model
-
-
-def _torchs_module() -> tuple[Call, nn.Module]:
-    cell = nn.LSTM(WIDTH, WIDTH)
-    compiled: Any = compile_eagerly(cell)
-    return lambda x: compiled(x)[0], cell
-
-
-REACHED: dict[str, Callable[[], tuple[Call, nn.Module]]] = {"module": _module, "module-of-torch": _torchs_module}
 
 
 def _train(call: Call, model: nn.Module, reference: nn.Module) -> None:
@@ -68,40 +42,10 @@ def _train(call: Call, model: nn.Module, reference: nn.Module) -> None:
         reference.zero_grad()
 
 
-def _trained(way: str) -> None:
-    """Trains two models of one class, one after the other."""
-    for _ in range(2):
-        torch.manual_seed(0)
-        call, model = REACHED[way]()
-        _train(call, model, copy.deepcopy(model))
-
-
-@pytest.mark.core
-@long.parametrize("way", REACHED, always=["module"])
-def test_its_training_is_that_of_one_process(way: str) -> None:
-    run_ranks(_trained, way)
-
-
-def _as_advised(advice: str) -> None:
-    """What docs/limits.md says to write around a function whose model Dynamo leaves to Python."""
-    torch.manual_seed(0)
-    model = nn.LSTM(WIDTH, WIDTH)
-    reference = copy.deepcopy(model)
-    if advice == "fully_shard":
-        fully_shard(model)
-        call = compile_eagerly(lambda x: model(x)[0])
-    else:
-        compiled: Any = compile_eagerly(model)
-        call = lambda x: compiled(x)[0]  # noqa: E731  as users write it
-    _train(call, model, reference)
-
-
-@pytest.mark.parametrize("advice", ["fully_shard", "compile-the-model"])
-def test_functions_that_are_left_to_python(advice: str) -> None:
-    run_ranks(_as_advised, advice)
-
-
-def _many_of_a_class(form: str) -> None:
+@pytest.mark.long
+@pytest.mark.parametrize("form", ["module", "module.compile"])
+@on_ranks()
+def test_models_of_one_class_past_the_recompile_limit_train_as_in_one_process(form: str) -> None:
     with torch._dynamo.config.patch(recompile_limit=2):
         for seed in range(5):
             torch.manual_seed(seed)
@@ -115,13 +59,8 @@ def _many_of_a_class(form: str) -> None:
             _train(lambda x: call(x.flatten(0, 1)), model, nn.Sequential(nn.Flatten(0, 1), reference))  # noqa: B023
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("form", ["module", "module.compile"])
-def test_models_of_one_class_past_the_recompile_limit_train_as_in_one_process(form: str) -> None:
-    run_ranks(_many_of_a_class, form)
-
-
-def _late_at_the_limit() -> None:
+@on_ranks()
+def test_a_sharded_model_past_the_recompile_limit_trains_on() -> None:
     """A sharded model goes on in Python, to the numbers of one process."""
     pair = WithOneProcess(Stack, Run.PLAIN, shape=WIDTH)
     with torch._dynamo.config.patch(recompile_limit=1, automatic_dynamic_shapes=False):
@@ -129,10 +68,6 @@ def _late_at_the_limit() -> None:
         pair.dtype = torch.float64
         pair.change(lambda model: model.double())
         pair.train()
-
-
-def test_a_sharded_model_past_the_recompile_limit_trains_on() -> None:
-    run_ranks(_late_at_the_limit)
 
 
 class _Scale(nn.Module):
@@ -193,7 +128,9 @@ class _Task(nn.Module):
         return self.net(x).sum()
 
 
-def _trained_by_another_method(form: str) -> None:
+@long.parametrize("form", ["fully_shard", "called"], always=["fully_shard"])
+@on_ranks()
+def test_every_call_of_a_sharded_model_trains_it(form: str) -> None:
     """What the refusal advises, and what is no reason for it."""
     torch.manual_seed(0)
     task = _Task()
@@ -205,8 +142,3 @@ def _trained_by_another_method(form: str) -> None:
     elif form == "called":
         compiled(torch.ones(2, WIDTH))
     _train(step, task.net, nn.Sequential(nn.Flatten(0, 1), reference))
-
-
-@long.parametrize("form", ["fully_shard", "called"], always=["fully_shard"])
-def test_every_call_of_a_sharded_model_trains_it(form: str) -> None:
-    run_ranks(_trained_by_another_method, form)

@@ -20,7 +20,7 @@ from fsdp_compile.comm import failures
 from fsdp_compile.comm.failures import continue_stopped_ranks
 from fsdp_compile.comm.groups import RankStore
 from tests.fake_world import fake_world
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.two_sides import compile_eagerly
 
 LOST = "[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1"
@@ -80,27 +80,21 @@ def test_a_rank_that_does_not_answer_is_named() -> None:
     assert "where: rank 0, in a compiled forward of unit layers.0" in said
 
 
-def _all_answer() -> str:
+@on_ranks(timeout_s=60)
+def test_no_rank_is_blamed_where_all_answer() -> None:
     with pytest.raises(RankFailedError) as caught:
         failures.refuse_lost_ranks(RuntimeError(LOST), "anywhere")
-    return str(caught.value)
+    said = str(caught.value)
+    assert said.startswith("a collective failed, and all ranks still answer: ")
+    assert "not inside of `if rank == 0:`" in said
 
 
-def test_no_rank_is_blamed_where_all_answer() -> None:
-    for said in run_ranks(_all_answer, timeout_s=60):
-        assert said.startswith("a collective failed, and all ranks still answer: ")
-        assert "not inside of `if rank == 0:`" in said
-
-
-def _other_errors() -> bool:
+@on_ranks(timeout_s=60)
+def test_other_errors_are_left_alone() -> None:
     failures.refuse_lost_ranks(RuntimeError("The size of tensor a must match"), "anywhere")
     failures.refuse_lost_ranks(RankMismatchError("Connection closed"), "anywhere")
     failures.tell(RuntimeError(LOST))  # which is another rank's failure
-    return failures.failed_elsewhere(dist.distributed_c10d._get_default_store(), "") is None
-
-
-def test_other_errors_are_left_alone() -> None:
-    assert run_ranks(_other_errors, timeout_s=60) == [True, True]
+    assert failures.failed_elsewhere(dist.distributed_c10d._get_default_store(), "") is None
 
 
 def test_an_error_that_nothing_catches_is_printed_as_before() -> None:

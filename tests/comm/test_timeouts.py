@@ -13,6 +13,7 @@ from torch.distributed.fsdp import ShardingStrategy
 from fsdp_compile import fully_shard
 from fsdp_compile._torch.distributed import resolve_group, timeout_of
 from fsdp_compile.comm import groups
+from tests import long
 from tests.ranks import run_ranks
 from tests.two_sides import compile_eagerly
 
@@ -34,15 +35,15 @@ def _timeouts(settings: dict[str, Any], mesh_shape: tuple[int, ...] | None) -> d
     return waits | {name: each.total_seconds() for name, each in every.items()}
 
 
-@pytest.mark.parametrize(
-    ("settings", "mesh_shape", "ranks", "expected"),
-    [
-        ({"separate_reduce_group": True}, (2,), 2, {"fsdp.shard.0", "fsdp.reduce.0"}),
-        ({"reshard_after_forward": 2}, (4,), 4, {"fsdp.shard.0", "fsdp.post_forward.0"}),
-        ({}, (2, 2), 4, {"fsdp.shard.0", "fsdp.replicate.0"}),
-        ({"sharding_strategy": ShardingStrategy.HYBRID_SHARD}, None, 4, {"fsdp.shard.0", "replicas", "shards"}),
-    ],
-)
+CASES: list[Any] = [
+    ({"separate_reduce_group": True}, (2,), 2, {"fsdp.shard.0", "fsdp.reduce.0"}),
+    ({"reshard_after_forward": 2}, (4,), 4, {"fsdp.shard.0", "fsdp.post_forward.0"}),
+    ({}, (2, 2), 4, {"fsdp.shard.0", "fsdp.replicate.0"}),
+    ({"sharding_strategy": ShardingStrategy.HYBRID_SHARD}, None, 4, {"fsdp.shard.0", "replicas", "shards"}),
+]
+
+
+@long.parametrize(("settings", "mesh_shape", "ranks", "expected"), CASES, always=CASES[-1:])
 def test_every_group_has_the_timeout_of_the_world(
     settings: dict[str, Any],
     mesh_shape: tuple[int, ...] | None,

@@ -20,6 +20,7 @@ from torch import nn
 from fsdp_compile.errors import CheckpointError, ConfigError
 from fsdp_compile.formats.checkpoint import Checkpoint, Format, open_checkpoint, verify_checkpoint
 from fsdp_compile.formats.convert import ConvertOptions, Others, convert_checkpoint
+from tests import long
 from tests.formats.samples import assert_same, save_sharded, save_steps, state
 from tests.models.outlines import MixedKinds
 
@@ -167,8 +168,10 @@ def _in_memory() -> int:
     return int(line.split()[1]) * 1024
 
 
-@pytest.mark.parametrize("options", [TORCH, DCP, SAFETENSORS, replace(DCP, dtype="bfloat16")], ids=str)
-@pytest.mark.parametrize("source", ["a.pt", "b", "c.safetensors"])
+@long.parametrize(
+    "options", [TORCH, DCP, SAFETENSORS, replace(DCP, dtype="bfloat16")], always=[DCP, SAFETENSORS], ids=str
+)
+@long.parametrize("source", ["a.pt", "b", "c.safetensors"], always=["b"])
 def test_memory_does_not_grow_with_the_checkpoint(
     source: str, options: ConvertOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

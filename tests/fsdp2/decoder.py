@@ -139,11 +139,11 @@ Case = Callable[[], None]
 GROUPS: dict[str, dict[str, Case]] = {}
 
 
-def case(group: str) -> Callable[[Case], Case]:
-    """A program that runs its model compiled, and FSDP2's eager code beside it."""
+def case(group: str, *, is_long: bool = False) -> Callable[[Case], Case]:
+    """A program that runs its model compiled, and FSDP2's eager code beside it; long ones are a group of their own."""
 
     def add(function: Case) -> Case:
-        GROUPS.setdefault(group, {})[function.__name__] = function
+        GROUPS.setdefault(f"more_{group}" if is_long else group, {})[function.__name__] = function
         return function
 
     return add

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import traceback
 
-import pytest
 import torch
 
 from tests.fsdp2.cases import breaks, compiled, gradients, llama, state, structures, uneven_ranks, values  # noqa: F401
 from tests.fsdp2.decoder import GROUPS
-from tests.ranks import run_ranks
+from tests.long import parametrize
+from tests.ranks import on_ranks
 
 
-def _run(group: str) -> dict[str, str]:
+@parametrize("group", GROUPS, always=[group for group in GROUPS if not group.startswith("more_")])
+@on_ranks()
+def test_like_fsdp2(group: str) -> None:
     """What went wrong in which case."""
     failed = {}
     for name, case in GROUPS[group].items():
@@ -26,10 +28,4 @@ def _run(group: str) -> dict[str, str]:
             case()
         except Exception:
             failed[name] = traceback.format_exc(limit=-6)
-    return failed
-
-
-@pytest.mark.parametrize("group", GROUPS)
-def test_like_fsdp2(group: str) -> None:
-    for failed in run_ranks(_run, group):
-        assert not failed, "\n".join(f"{name}: {text}" for name, text in failed.items())
+    assert not failed, "\n".join(f"{name}: {text}" for name, text in failed.items())

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import nn, optim
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import fully_shard
-from torch.profiler import ProfilerActivity, profile
 
 from fsdp_compile.backend import fsdp
 from fsdp_compile.errors import RankFailedError, UnsupportedModelError
@@ -22,7 +21,7 @@ from fsdp_compile.lower import compiled_step
 from fsdp_compile.lower.compiled_step import CompiledStep
 from fsdp_compile.optim.step_in_backward import step_in_backward
 from tests.models.kinds import WIDTH, Slim
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.two_sides import WithFsdp2, compile_eagerly, loss_of, made
 
 EAGER: dict[str, Any] = {"lower": "eager"}
@@ -46,7 +45,8 @@ def _pair() -> WithFsdp2:
     return WithFsdp2(Slim, _shard, _input)
 
 
-def _moved() -> None:
+@on_ranks()
+def test_a_compiled_function_follows_parameters_that_were_replaced() -> None:
     pair = _pair()
     function = compile_eagerly(lambda x: loss_of(pair.model(x)), fullgraph=True)
     for step in range(4):
@@ -59,11 +59,8 @@ def _moved() -> None:
         pair.accumulate(loss=lambda call, x: function(x) if call is pair.model else loss_of(call(x)))
 
 
-def test_a_compiled_function_follows_parameters_that_were_replaced() -> None:
-    run_ranks(_moved)
-
-
-def _thawed() -> None:
+@on_ranks()
+def test_a_compiled_function_whose_parameters_are_trained_later_says_so() -> None:
     model = _sharded().requires_grad_(requires_grad=False)
     x = _input().requires_grad_()
     function = compile_eagerly(lambda x: loss_of(model(x)), fullgraph=True)
@@ -75,11 +72,9 @@ def _thawed() -> None:
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_a_compiled_function_whose_parameters_are_trained_later_says_so() -> None:
-    run_ranks(_thawed)
-
-
-def _pending() -> None:
+@pytest.mark.long
+@on_ranks()
+def test_gradients_of_inputs_leave_pending_gradients_where_they_are() -> None:
     pair = _pair()
     compiled = pair.compiled(fullgraph=False)
     for _ in range(2):
@@ -97,15 +92,13 @@ def _pending() -> None:
         pair.accumulate()
 
 
-def test_gradients_of_inputs_leave_pending_gradients_where_they_are() -> None:
-    run_ranks(_pending)
-
-
 def _fail(*_: object) -> None:
     raise ValueError("expected")
 
 
-def _after_a_call_that_raised() -> None:
+@pytest.mark.long
+@on_ranks()
+def test_a_compiled_function_follows_parameters_after_a_call_that_raised() -> None:
     """Before it all units have followed their parameters, and none has run since."""
 
     def shard(model: Any) -> Any:
@@ -130,11 +123,8 @@ def _after_a_call_that_raised() -> None:
     pair.accumulate(loss=loss)
 
 
-def test_a_compiled_function_follows_parameters_after_a_call_that_raised() -> None:
-    run_ranks(_after_a_call_that_raised)
-
-
-def _converted() -> None:
+@on_ranks()
+def test_a_compiled_function_does_not_go_on_with_the_parameters_before_a_conversion() -> None:
     model, tokens = _sharded(), torch.randint(0, 4, (2, 3), generator=torch.Generator().manual_seed(0))
     embedding = torch.nn.functional.one_hot(tokens, WIDTH)
 
@@ -149,42 +139,6 @@ def _converted() -> None:
     model(embedding.bfloat16())
     loss_of(call(embedding)).backward()
     assert {p.grad.dtype for p in model.parameters()} == {torch.bfloat16}
-
-
-def test_a_compiled_function_does_not_go_on_with_the_parameters_before_a_conversion() -> None:
-    run_ranks(_converted)
-
-
-def _batched() -> None:
-    model = _sharded()
-    compiled = compile_eagerly(model)
-    x = _input().requires_grad_()
-    output = compiled(x)
-    several = torch.eye(output.numel()).reshape(-1, *output.shape)
-    (batched,) = torch.autograd.grad(output, x, several, is_grads_batched=True, retain_graph=True)
-    for gradient, expected in zip(several, batched, strict=True):
-        (one,) = torch.autograd.grad(output, x, gradient, retain_graph=True)
-        assert torch.equal(one, expected)
-
-
-def test_a_batch_of_gradients_goes_one_by_one() -> None:
-    run_ranks(_batched)
-
-
-def _profiled(lower: str) -> set[str]:
-    model = _sharded()
-    compiled = torch.compile(model, backend=fsdp, options={"lower": lower})
-    loss_of(compiled(_input())).backward()
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        loss_of(compiled(_input())).backward()
-    return {event.key for event in profiler.key_averages() if event.key.startswith("FSDP::")}
-
-
-@pytest.mark.parametrize("lower", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
-def test_collectives_have_ranges_in_a_profile(lower: str) -> None:
-    for names in run_ranks(_profiled, lower):
-        assert any("all_gather" in name and "blocks.0" in name for name in names), names
-        assert any("reduce" in name and "blocks.1" in name for name in names), names
 
 
 def _failed() -> None:
@@ -219,13 +173,10 @@ def test_it_is_plain_data() -> None:
     assert dataclasses.is_dataclass(compiled_step.CompiledStep)
 
 
-def _trained() -> None:
+@on_ranks()
+def test_three_steps_have_the_bits_of_fsdp2() -> None:
     pair = _pair()
     pair.train(pair.compiled(fullgraph=False), steps=3)
-
-
-def test_three_steps_have_the_bits_of_fsdp2() -> None:
-    run_ranks(_trained)
 
 
 def _graphs(backend: Any, options: dict[str, Any]) -> int:
@@ -257,7 +208,9 @@ def test_accumulation_adds_at_most_one_graph_for_each_shape_and_no_frame_reaches
         assert plain < ours <= 2 * plain
 
 
-def _graphs_of_many() -> list[int]:
+@pytest.mark.long
+@on_ranks()
+def test_models_of_one_class_share_a_graph_as_without_sharding() -> None:
     counts = []
     forms: list[Callable[[nn.Module], Any]] = [lambda model: model, fully_shard]
     for form in forms:
@@ -268,15 +221,11 @@ def _graphs_of_many() -> list[int]:
             for step in range(2):
                 loss_of(call(_input(step))).backward()
         counts.append(counters["stats"]["unique_graphs"])
-    return counts
+    assert counts == [1, 1]
 
 
-def test_models_of_one_class_share_a_graph_as_without_sharding() -> None:
-    for counts in run_ranks(_graphs_of_many):
-        assert counts == [1, 1]
-
-
-def _hooked_before() -> list[torch.Tensor]:
+@on_ranks()
+def test_an_optimizer_that_updates_in_backward_may_be_made_before_the_plain_model_is_sharded() -> None:
     ends = []
     for in_backward in (True, False):
         torch.manual_seed(0)
@@ -291,9 +240,5 @@ def _hooked_before() -> list[torch.Tensor]:
             optimizer.step()
             optimizer.zero_grad()
         ends.append(torch.cat([p.full_tensor().flatten() for p in model.parameters()]))  # type: ignore[attr-defined]
-    return ends
-
-
-def test_an_optimizer_that_updates_in_backward_may_be_made_before_the_plain_model_is_sharded() -> None:
-    for one, other in run_ranks(_hooked_before):
-        assert torch.equal(one, other)
+    one, other = ends
+    assert torch.equal(one, other)

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 from tests.models.experts import WIDTH, MixtureOfExperts
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 from tests.two_sides import Within, WithOneProcess
 
 RANKS, TOKENS, STEPS = 4, 10, 3
@@ -31,7 +31,9 @@ def _shard(model: MixtureOfExperts) -> None:
     fully_shard(model, mesh=every)
 
 
-def _compare(*, one_expert: bool) -> None:
+@pytest.mark.parametrize("one_expert", [False, pytest.param(True, marks=pytest.mark.long)])
+@on_ranks(world_size=RANKS)
+def test_compiled(*, one_expert: bool) -> None:
     def make() -> MixtureOfExperts:
         model = MixtureOfExperts()
         if one_expert:  # the others, and the ranks that have them, get no tokens
@@ -43,8 +45,3 @@ def _compare(*, one_expert: bool) -> None:
     pair = WithOneProcess(make, shard=_shard, shape=WIDTH, rows=TOKENS, twice=False)
     bound = (1.3e-6, 1e-5)
     pair.train(steps=STEPS, within=Within(bound, bound, bound))
-
-
-@pytest.mark.parametrize("one_expert", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_compiled(*, one_expert: bool) -> None:
-    run_ranks(_compare, one_expert=one_expert, world_size=RANKS)

@@ -18,7 +18,7 @@ from fsdp_compile.backend import fsdp
 from fsdp_compile.fsdp2.take_over import model_of
 from tests import long
 from tests.models.extended import Eight, Half, Layers, Pair, Wrapped
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 STEPS = 2
 
@@ -57,7 +57,6 @@ CASES = {
     "accumulated": _Case(micro_batches=2),
     "replicas": _Case(mesh=(2, 2)),
 }
-ALWAYS = ("uneven rows", "8 bits and scales", "accumulated")
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -107,7 +106,7 @@ def _compare(name: str) -> None:
         assert torch.equal(mine, theirs), (name, place)
 
 
-@long.parametrize("name", CASES, always=ALWAYS)
+@long.parametrize("name", CASES, always=["8 bits and scales"])
 def test_bits_are_those_of_fsdp2(name: str) -> None:
     run_ranks(_compare, name, world_size=CASES[name].world_size)
 
@@ -141,14 +140,11 @@ def _pairs(*, is_compiled: bool = False) -> list[torch.Tensor]:
     return found
 
 
-def _compare_pairs() -> None:
+@on_ranks()
+def test_unsharded_parameters_may_be_of_a_class() -> None:
     expected, found = _pairs(), _pairs(is_compiled=True)
     assert all(map(torch.equal, found, expected))
     assert len(found) == len(expected) == 2 * STEPS + 6
-
-
-def test_unsharded_parameters_may_be_of_a_class() -> None:
-    run_ranks(_compare_pairs)
 
 
 def _in_one_graph() -> str:
@@ -164,7 +160,8 @@ def test_one_graph_is_refused_by_name() -> None:
     assert "fsdp_pre_all_gather" in run_ranks(_in_one_graph)[0]
 
 
-def _one_unit() -> list[int]:
+@on_ranks()
+def test_the_outermost_unit() -> None:
     """The outermost module reads such parameters itself, in the call in which the model is taken over."""
     found = []
     for is_compiled in (False, True):
@@ -176,8 +173,4 @@ def _one_unit() -> list[int]:
         torch.stack(losses).sum().backward()
         found.append([*losses, *(_local(p.grad) for p in model.parameters() if p.grad is not None)])
     assert len(found[0]) == STEPS + 6
-    return [i for i, (a, b) in enumerate(zip(*found, strict=True)) if not torch.equal(a, b)]
-
-
-def test_the_outermost_unit() -> None:
-    assert run_ranks(_one_unit) == [[], []]
+    assert [i for i, (a, b) in enumerate(zip(*found, strict=True)) if not torch.equal(a, b)] == []

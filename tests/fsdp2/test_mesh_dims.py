@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests import long
 from tests.models.spmd import WIDTH, Spmd
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 from tests.two_sides import WithFsdp2, Within, loss_of
 
 STEPS = 3
@@ -73,7 +73,9 @@ CASES = {
 }
 
 
-def _compare(name: str) -> None:
+@long.parametrize("name", CASES, always=["data and tensor"])
+@on_ranks(world_size=4)
+def test_compiled(name: str) -> None:
     case = CASES[name]
     # One mesh: DTensor's caches give equal ones for each other, and FSDP2 wants the very one.
     mesh = init_device_mesh("cpu", case.shape, mesh_dim_names=case.names)
@@ -101,8 +103,3 @@ def _compare(name: str) -> None:
     )
     bound = (case.tolerance, case.tolerance)
     pair.train(*[pair.compiled()] * case.micro_batches, steps=STEPS, within=Within(bound, bound, bound))
-
-
-@long.parametrize("name", CASES, always=["data and tensor", "two flattened", "accumulated"])
-def test_compiled(name: str) -> None:
-    run_ranks(_compare, name, world_size=4)

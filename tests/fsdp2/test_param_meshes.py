@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard
 
 from tests import long
 from tests.models.experts import WIDTH, MixtureOfExperts
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 from tests.two_sides import WithFsdp2, Within, sgd
 
 RANKS, TOKENS, STEPS = 4, 10, 3
@@ -68,13 +68,10 @@ def _batch(step: int) -> torch.Tensor:
     return torch.randn(RANKS, TOKENS, WIDTH, generator=torch.Generator().manual_seed(step))[dist.get_rank()]
 
 
-def _compare(name: str) -> None:
+@long.parametrize("name", CASES, always=["defaults"])
+@on_ranks(world_size=RANKS)
+def test_compiled(name: str) -> None:
     pair = WithFsdp2(_make, functools.partial(_shard, **CASES[name]), _batch, optimizer=sgd)
     # Compiled, AOTAutograd adds the gradients of several experts in another order.
     bound = (1e-6, 1e-6)
     pair.train(pair.compiled(fullgraph=False), steps=STEPS, within=Within(bound, bound, bound))
-
-
-@long.parametrize("name", CASES, always=["defaults", "replicas"])
-def test_compiled(name: str) -> None:
-    run_ranks(_compare, name, world_size=RANKS)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile import fully_shard
 from tests import long
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 from tests.two_sides import close
 
 
@@ -31,7 +31,9 @@ class _Stage(nn.Module):
         return x + self.down(F.gelu(self.up(x)))
 
 
-def _check_pipeline(stages_per_rank: int) -> None:
+@long.parametrize("stages_per_rank", [1, 2], always=[2])
+@on_ranks(world_size=4)
+def test_pipeline_stages_reduce_once_and_reshard(stages_per_rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data"))
     place, data = mesh.get_local_rank("pipeline"), mesh.get_local_rank("data")
     torch.manual_seed(0)
@@ -64,8 +66,3 @@ def _check_pipeline(stages_per_rank: int) -> None:
                 assert isinstance(parameter.grad, DTensor)
                 close(parameter.grad.full_tensor(), expected.grad, "gradient")
             assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-
-
-@long.parametrize("stages_per_rank", [1, 2], always=[2])
-def test_pipeline_stages_reduce_once_and_reshard(stages_per_rank: int) -> None:
-    run_ranks(_check_pipeline, stages_per_rank, world_size=4)

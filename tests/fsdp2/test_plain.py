@@ -21,8 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compile import no_sync
 from fsdp_compile.errors import ConfigError, RankMismatchError, UnsupportedModelError
+from tests import long
 from tests.fsdp2.one_line import Block, Model, pair_of
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 from tests.two_sides import compile_eagerly as one_line
 from tests.two_sides import compile_in_place as in_place
 
@@ -71,7 +72,9 @@ class Tied(Model):
 MODELS: list[Callable[[], nn.Module]] = [Model, Breaks, _layers, Tied]
 
 
-def _trains(make: Callable[[], nn.Module]) -> None:
+@long.parametrize("make", MODELS, always=[Breaks, Tied])
+@on_ranks()
+def test_trains_as_one_process(make: Callable[[], nn.Module]) -> None:
     pair = pair_of(make)
     pair.call = one_line(pair.model)
     assert not any(isinstance(p, DTensor) for p in pair.model.parameters())
@@ -83,12 +86,8 @@ def _trains(make: Callable[[], nn.Module]) -> None:
     pair.train(steps=1)
 
 
-@pytest.mark.parametrize("make", MODELS)
-def test_trains_as_one_process(make: Callable[[], nn.Module]) -> None:
-    run_ranks(_trains, make)
-
-
-def _first_calls() -> None:
+@on_ranks()
+def test_first_called_in_an_evaluation_or_twice() -> None:
     for context in (torch.no_grad(), torch.inference_mode()):
         pair = pair_of()
         pair.call = one_line(pair.model.eval())
@@ -109,11 +108,8 @@ def _first_calls() -> None:
     pair.train()
 
 
-def test_first_called_in_an_evaluation_or_twice() -> None:
-    run_ranks(_first_calls)
-
-
-def _accumulates() -> None:
+@on_ranks()
+def test_first_called_under_no_sync() -> None:
     pair = pair_of()
     pair.call = one_line(pair.model)
     for _ in range(2):
@@ -125,11 +121,8 @@ def _accumulates() -> None:
         pair.compare()
 
 
-def test_first_called_under_no_sync() -> None:
-    run_ranks(_accumulates)
-
-
-def _casts() -> None:
+@on_ranks()
+def test_the_first_call_is_cast_as_later_ones() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
     torch.manual_seed(0)
     model = Model()
@@ -149,11 +142,8 @@ def _casts() -> None:
     torch.testing.assert_close(mine.full_tensor(), theirs.full_tensor(), rtol=5e-2, atol=5e-2)
 
 
-def test_the_first_call_is_cast_as_later_ones() -> None:
-    run_ranks(_casts)
-
-
-def _options() -> None:
+@on_ranks()
+def test_options_for_sharding_are_used_or_refused() -> None:
     pair = pair_of()
     wrap = ModuleWrapPolicy({Block})
     pair.call = one_line(pair.model, reshard_after_forward=False)
@@ -168,11 +158,8 @@ def _options() -> None:
         one_line(before, reshard_after_forward=False)(torch.randn(2, 6))
 
 
-def test_options_for_sharding_are_used_or_refused() -> None:
-    run_ranks(_options)
-
-
-def _refused_in_functions() -> None:
+@on_ranks()
+def test_a_compiled_function_that_trains_a_plain_model_is_refused_by_name() -> None:
     x = torch.randn(2, 6)
 
     plain = Model()
@@ -207,11 +194,8 @@ def _refused_in_functions() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, stepped.parameters(), strict=True))
 
 
-def test_a_compiled_function_that_trains_a_plain_model_is_refused_by_name() -> None:
-    run_ranks(_refused_in_functions)
-
-
-def _refused() -> None:
+@on_ranks()
+def test_what_no_rank_would_average_is_refused_by_name() -> None:
     x = torch.randn(2, 6)
 
     wrapped = Model()
@@ -250,11 +234,8 @@ def _refused() -> None:
     torch.testing.assert_close(one_line(nothing)(x), torch.tanh(x))
 
 
-def test_what_no_rank_would_average_is_refused_by_name() -> None:
-    run_ranks(_refused)
-
-
-def _parts() -> None:
+@on_ranks()
+def test_several_compiled_parts() -> None:
     # A part that is called first, of a model that is compiled, too.
     pair = pair_of()
     block, pair.call = one_line(pair.model.get_submodule("blocks.0")), one_line(pair.model)
@@ -282,11 +263,8 @@ def _parts() -> None:
         optimizer.step()
 
 
-def test_several_compiled_parts() -> None:
-    run_ranks(_parts)
-
-
-def _in_functions() -> None:
+@on_ranks()
+def test_a_compiled_model_in_compiled_functions() -> None:
     # A compiled model, called by a compiled function, and an attribute of the object whose method is compiled.
     pair = pair_of()
     compiled = one_line(pair.model)
@@ -306,11 +284,8 @@ def _in_functions() -> None:
     pair.train()
 
 
-def test_a_compiled_model_in_compiled_functions() -> None:
-    run_ranks(_in_functions)
-
-
-def _copies() -> None:
+@on_ranks()
+def test_copies_of_compiled_models() -> None:
     x = torch.randn(2, 6)
     model = Model()
     compiled = one_line(model)
@@ -327,11 +302,8 @@ def _copies() -> None:
         assert not any(isinstance(p, DTensor) for p in each.parameters())  # only what is compiled is sharded
 
 
-def test_copies_of_compiled_models() -> None:
-    run_ranks(_copies)
-
-
-def _seeds_differ() -> None:
+@on_ranks()
+def test_ranks_that_start_with_different_values() -> None:
     torch.manual_seed(dist.get_rank())
     model = Model()
     x = torch.randn(2, 6)
@@ -343,11 +315,8 @@ def _seeds_differ() -> None:
         one_line(buffer)(x)
 
 
-def test_ranks_that_start_with_different_values() -> None:
-    run_ranks(_seeds_differ)
-
-
-def _no_group() -> None:
+@on_ranks(world_size=1)
+def test_the_world_is_started_from_torchrun() -> None:
     dist.destroy_process_group()
     pair = pair_of()
     pair.call = one_line(pair.model)
@@ -359,7 +328,3 @@ def _no_group() -> None:
             patch.setenv(name, value)
         pair.train()
     assert dist.get_world_size() == 1
-
-
-def test_the_world_is_started_from_torchrun() -> None:
-    run_ranks(_no_group, world_size=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,9 +15,11 @@ from torch.distributed.tensor import DTensor
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2.stale import StaleParameter
 from fsdp_compile.optim.whole_step import whole_step
+from tests import long
 from tests.fsdp2.one_line import Model, pair_of
-from tests.ranks import run_ranks
-from tests.two_sides import Make, WithOneProcess, adamw, loss_of, sgd
+from tests.models.outlines import Small
+from tests.ranks import on_ranks, run_ranks
+from tests.two_sides import Make, Run, WithOneProcess, adamw, compile_eagerly, loss_of, sgd
 from tests.two_sides import compile_eagerly as one_line
 
 OPTIMIZERS: dict[str, Make] = {
@@ -62,17 +65,18 @@ def _follows(kind: str, before: int) -> None:
                 assert value.to_local().shape == parameter.to_local().shape
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@long.parametrize("kind", OPTIMIZERS, always=["adam-amsgrad"])
 def test_an_optimizer_made_before_follows(kind: str) -> None:
     run_ranks(_follows, kind, 0)
 
 
-@pytest.mark.parametrize("kind", ["adamw", "sgd-momentum"])
+@long.parametrize("kind", ["adamw", "sgd-momentum"], always=["sgd-momentum"])
 def test_an_optimizer_with_state_follows(kind: str) -> None:
     run_ranks(_follows, kind, 2)
 
 
-def _whole() -> None:
+@on_ranks()
+def test_an_optimizer_that_sees_whole_parameters_keeps_state_of_other_shapes() -> None:
     """Adafactor has rows and columns of each matrix, which `whole_step` keeps on every rank."""
     pair = pair_of(optimizer=lambda p: whole_step(torch.optim.Adafactor(p, lr=1e-2)))
     _plain_steps(pair, 2)
@@ -80,11 +84,8 @@ def _whole() -> None:
     pair.train()
 
 
-def test_an_optimizer_that_sees_whole_parameters_keeps_state_of_other_shapes() -> None:
-    run_ranks(_whole)
-
-
-def _lists() -> None:
+@on_ranks()
+def test_lists_from_before() -> None:
     pair = pair_of()
     held = list(pair.model.parameters())
     head: Any = pair.model.get_parameter("head.weight")
@@ -135,11 +136,9 @@ def _lists() -> None:
         head.data = torch.zeros(3, 6)
 
 
-def test_lists_from_before() -> None:
-    run_ranks(_lists)
-
-
-def _states(kind: str) -> None:
+@long.parametrize("kind", ["adamw", "adagrad"], always=["adamw"])
+@on_ranks()
+def test_state_that_is_loaded_between_sharding_and_the_first_step(kind: str) -> None:
     """Saves and loads an optimizer's state between sharding and the first step."""
     first = pair_of(optimizer=OPTIMIZERS[kind])
     first.call = one_line(first.model)
@@ -169,12 +168,9 @@ def _states(kind: str) -> None:
     resumed(lambda pair: pair.optimizers[0][0].load_state_dict(own))
 
 
-@pytest.mark.parametrize("kind", ["adamw", "adagrad"])
-def test_state_that_is_loaded_between_sharding_and_the_first_step(kind: str) -> None:
-    run_ranks(_states, kind)
-
-
-def _scaler() -> None:
+@pytest.mark.long
+@on_ranks()
+def test_a_grad_scaler() -> None:
     pair = pair_of(optimizer=OPTIMIZERS["sgd-momentum"])
     pair.call = one_line(pair.model)
     scalers = [torch.amp.GradScaler("cpu", init_scale=8.0) for _ in range(2)]
@@ -188,11 +184,8 @@ def _scaler() -> None:
         pair.compare()
 
 
-def test_a_grad_scaler() -> None:
-    run_ranks(_scaler)
-
-
-def _cannot_follow() -> None:
+@on_ranks()
+def test_state_that_cannot_be_sharded_is_refused_by_name() -> None:
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.state[model.head.weight]["rows"] = torch.zeros(2)
@@ -200,11 +193,8 @@ def _cannot_follow() -> None:
         one_line(model)(torch.randn(2, 6))
 
 
-def test_state_that_cannot_be_sharded_is_refused_by_name() -> None:
-    run_ranks(_cannot_follow)
-
-
-def _pending_backward() -> None:
+@on_ranks()
+def test_a_graph_from_before_keeps_its_values() -> None:
     """A graph from before the model was sharded still has the values that it read."""
     pair = pair_of()
     x = torch.randn(4, 6, requires_grad=True)
@@ -215,5 +205,83 @@ def _pending_backward() -> None:
     torch.testing.assert_close(torch.autograd.grad(loss, x), torch.autograd.grad(expected, y))
 
 
-def test_a_graph_from_before_keeps_its_values() -> None:
-    run_ranks(_pending_backward)
+@on_ranks()
+def test_groups_several_optimizers_and_a_schedule() -> None:
+    pair = WithOneProcess(Small, Run.PLAIN)
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        matrices = [p for p in parameters if p.dim() >= 2]
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": [], "lr": 1e-3, "mine": "kept"}]
+        return torch.optim.AdamW(groups, lr=1e-2)
+
+    def others(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for p in parameters if p.dim() < 2], lr=1e-1)
+
+    pair.optimize(make)
+    pair.optimize(others)
+    for mine, theirs in pair.optimizers[:1]:
+        mine.add_param_group({"params": [], "lr": 0.0})
+        theirs.add_param_group({"params": [], "lr": 0.0})
+    schedulers = [torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.5) for p in pair.optimizers for o in p]
+    groups = pair.optimizers[0][0].param_groups
+    for _ in range(3):
+        pair.train(steps=1)
+        for scheduler in schedulers:
+            scheduler.step()
+    mine, theirs = pair.optimizers[0]
+    assert mine.param_groups is groups
+    assert [g["lr"] for g in mine.param_groups] == [g["lr"] for g in theirs.param_groups]
+    assert [g["weight_decay"] for g in mine.param_groups] == [g["weight_decay"] for g in theirs.param_groups]
+    assert mine.param_groups[1]["mine"] == "kept"
+    assert all(isinstance(p, DTensor) for p in mine.param_groups[0]["params"])
+
+
+Change = Callable[[list[nn.Parameter]], object]
+
+
+def _clip(parameters: list[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.data.clamp_(-0.05, 0.05)
+
+
+def _freeze(parameters: list[nn.Parameter]) -> None:
+    for parameter in parameters[:2]:
+        parameter.requires_grad = False
+
+
+def _mark(parameters: list[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.tag = 2.0  # type: ignore[attr-defined]
+        assert parameter.tag == 2.0  # type: ignore[attr-defined]
+
+
+def _shapes(parameters: list[nn.Parameter]) -> list[tuple[Any, ...]]:
+    return [(p.ndim, p.shape, p.dtype, p.requires_grad, getattr(p, "tag", None)) for p in parameters]
+
+
+class _Tagged(Small):
+    """Reads a mark of a parameter in its forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * getattr(self.scale, "tag", 1.0)
+
+
+def _check_changed(change: Change) -> None:
+    """A list that was taken before, and changed before the first step and after it."""
+    pair = WithOneProcess(_Tagged, Run.UNSHARDED, optimizer=sgd)
+    old, theirs = (list(model.parameters()) for model in pair)
+    pair.call = compile_eagerly(pair.model)
+    pair.backward()
+    for _ in range(2):
+        change(old)
+        change(theirs)
+        assert _shapes(old) == _shapes(theirs)
+        pair.compare()
+        pair.train(steps=1)
+    assert all(isinstance(p, StaleParameter) == bool(p.dim()) for p in old), "FSDP2 cannot split numbers: they stay"
+
+
+@on_ranks()
+def test_changes_through_an_old_list_of_parameters_are_those_of_the_sharded_ones() -> None:
+    for change in (_clip, _freeze, _mark):
+        _check_changed(change)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import long
 from tests.fuzz import page
 from tests.fuzz.catalogue import ROWS
 from tests.fuzz.page import read
@@ -15,7 +16,7 @@ from tests.fuzz.run import Contender, run_programs
 from tests.ranks import run_ranks  # noqa: F401  these tests need ranks
 
 LONG = os.environ.get("FSDP_COMPILE_LONG", "") not in ("", "0")
-_PER_CALL = 4
+_PER_CALL = 8
 CALLS = [ROWS[first : first + _PER_CALL] for first in range(0, len(ROWS), _PER_CALL)]
 
 
@@ -43,7 +44,7 @@ def test_what_was_measured_before_an_interruption_is_written(monkeypatch: pytest
     assert lines[8:] == list(before.values())[8:]
 
 
-@pytest.mark.parametrize("call", [0, *(pytest.param(n, marks=pytest.mark.long) for n in range(1, len(CALLS)))])
+@long.parametrize("call", range(len(CALLS)), always=[0, 4, 7])
 def test_awkward_programs_end_as_the_page_says(call: int) -> None:
     lines = read()
     rows = [row for row in CALLS[call] if LONG or lines[row.says].is_safe]

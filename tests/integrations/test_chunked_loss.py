@@ -18,7 +18,7 @@ from fsdp_compile import explain, fully_shard
 from fsdp_compile.cost.communicate import Kind
 from fsdp_compile.ir.graph import Phase
 from tests import long
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 from tests.two_sides import close, compile_eagerly
 
 VOCABULARY, WIDTH, CHUNKS = 12, 8, 3
@@ -83,7 +83,19 @@ def _step(model: Any, called: Any, rows: torch.Tensor, scale: int) -> torch.Tens
     return total
 
 
-def _check(where: Chunked, *, tied: bool, compiled: bool) -> None:
+@long.parametrize(
+    ("where", "tied", "compiled"),
+    [
+        (Chunked.IN_THE_FORWARD, False, True),
+        (Chunked.IN_THE_FORWARD, True, True),
+        (Chunked.IN_THE_FORWARD, True, False),
+        (Chunked.OUTSIDE, False, True),
+        (Chunked.OUTSIDE, False, False),
+    ],
+    always=[(Chunked.IN_THE_FORWARD, True, True), (Chunked.OUTSIDE, False, True)],
+)
+@on_ranks()
+def test_chunks_equal_one_process(where: Chunked, *, tied: bool, compiled: bool) -> None:
     torch.manual_seed(0)
     model: Any = _Model(where, tied=tied)
     reference = copy.deepcopy(model)
@@ -140,16 +152,3 @@ def test_the_head_is_gathered_once_per_pass_and_not_once_per_chunk(made: type[_M
 
 
 # Uncompiled, a head that is a unit of its own is not gathered where the outermost forward reads its weight (FSDP2).
-@long.parametrize(
-    ("where", "tied", "compiled"),
-    [
-        (Chunked.IN_THE_FORWARD, False, True),
-        (Chunked.IN_THE_FORWARD, True, True),
-        (Chunked.IN_THE_FORWARD, True, False),
-        (Chunked.OUTSIDE, False, True),
-        (Chunked.OUTSIDE, False, False),
-    ],
-    always=[(Chunked.IN_THE_FORWARD, True, True), (Chunked.OUTSIDE, False, True), (Chunked.OUTSIDE, False, False)],
-)
-def test_chunks_equal_one_process(where: Chunked, *, tied: bool, compiled: bool) -> None:
-    run_ranks(_check, where, tied=tied, compiled=compiled)

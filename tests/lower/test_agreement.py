@@ -24,7 +24,7 @@ from fsdp_compile.passes.follow_order import CannotFollowError, FollowOrder
 from tests import long
 from tests.models.kinds import Slim
 from tests.numerics.one_process.measure import batches, gradient_difference
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.two_sides import loss_of
 
 
@@ -71,20 +71,20 @@ def test_every_rank_names_both_ranks_and_where_they_part(make: type[nn.Module], 
     assert "must not depend on a rank's number or data" in messages[0]
 
 
-def _looks_up_alone() -> int:
+@on_ranks(timeout_s=60)
+def test_ranks_may_look_up_different_numbers_of_rows() -> None:
     """Rank 1 looks up other numbers of rows than rank 0."""
     words = nn.Sequential(nn.Embedding(12, 32), nn.Linear(32, 12))
     compiled = torch.compile(words, backend="fsdp", dynamic=False, options={"lower": "eager", "embedding": "sharded"})
     for rows in (4, 4, 4) if dist.get_rank() == 0 else (4, 3, 5):
         compiled(torch.arange(rows)).square().mean().backward()
-    return len(words)
+    assert len(words) == 2
 
 
-def test_ranks_may_look_up_different_numbers_of_rows() -> None:
-    assert run_ranks(_looks_up_alone, timeout_s=60) == [2, 2]
-
-
-def _recompiles_alone() -> int:
+@pytest.mark.long
+@pytest.mark.core
+@on_ranks(timeout_s=60)
+def test_a_rank_that_recompiles_alone_waits_for_nobody() -> None:
     """Rank 1 meets other batch sizes than rank 0, and evaluates at another time of its life."""
     model = Slim()
     compiled = torch.compile(model, backend="fsdp", dynamic=False, options={"lower": "eager"})
@@ -92,13 +92,7 @@ def _recompiles_alone() -> int:
     for rows in (4, 4, 4, 4) if dist.get_rank() == 0 else (4, 3, 5, 4):
         loss_of(compiled(torch.ones(rows, 32))).backward()
         steps += 1
-    return steps
-
-
-@pytest.mark.long
-@pytest.mark.core
-def test_a_rank_that_recompiles_alone_waits_for_nobody() -> None:
-    assert run_ranks(_recompiles_alone, timeout_s=60) == [4, 4]
+    assert steps == 4
 
 
 class _Wide(nn.Module):
@@ -245,16 +239,14 @@ class _Reads(_Wide):
         return x
 
 
-def _message_of_other_reads() -> str:
+@pytest.mark.long
+@on_ranks(timeout_s=60)
+def test_other_rows_do_not_hide_that_a_rank_reads_in_another_order() -> None:
     compiled = torch.compile(_Reads(), backend="fsdp", options={"lower": "eager"})
     with pytest.raises(Exception, match="compile different collectives") as caught:
         compiled(torch.ones(256 if dist.get_rank() == 1 else 4, 2048))
-    return str(caught.value)
-
-
-def test_other_rows_do_not_hide_that_a_rank_reads_in_another_order() -> None:
-    for message in run_ranks(_message_of_other_reads, timeout_s=60):
-        assert "must not depend on a rank's number or data" in message
+    message = str(caught.value)
+    assert "must not depend on a rank's number or data" in message
 
 
 def _options_of_one_rank(name: str, values: tuple[Any, Any]) -> str:
@@ -281,20 +273,20 @@ def test_other_options_of_one_rank_are_named_on_all_before_any_collective_runs()
             assert f"options: {name}=" in message
 
 
-def _budget_for_its_rows() -> str:
+@pytest.mark.long
+@on_ranks(timeout_s=60)
+def test_plans_that_promise_something_for_their_sizes_are_not_changed() -> None:
     options: dict[str, Any] = {"lower": "eager", "memory_budget_gb": 0.2}
     compiled = torch.compile(_Wide(), backend="fsdp", options=options)
     with pytest.raises(Exception, match="compile different collectives") as caught:
         loss_of(compiled(torch.ones((4, 256)[dist.get_rank()], 2048))).backward()
-    return str(caught.value)
+    message = str(caught.value)
+    assert "options={'prefetch': 1}" in message
 
 
-def test_plans_that_promise_something_for_their_sizes_are_not_changed() -> None:
-    for message in run_ranks(_budget_for_its_rows, timeout_s=60):
-        assert "options={'prefetch': 1}" in message
-
-
-def _experts() -> int:
+@pytest.mark.core
+@on_ranks(timeout_s=100)
+def test_a_graph_that_layers_share_may_have_the_names_of_another_layer() -> None:
     """Rank 1 compiles its second layer again, for its rows; the other ranks share the first layer's graph."""
     experts = [nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(2)]
     model = nn.ModuleDict({"experts": nn.ModuleList(experts)})
@@ -305,12 +297,7 @@ def _experts() -> int:
     for _ in range(2):
         first, second = (expert(part) for expert, part in zip(experts, torch.ones(8, 32).split(rows), strict=True))
         loss_of(torch.cat([first, second])).backward()
-    return sum(p.grad is not None for p in model.parameters())
-
-
-@pytest.mark.core
-def test_a_graph_that_layers_share_may_have_the_names_of_another_layer() -> None:
-    assert run_ranks(_experts, timeout_s=100) == [4, 4]
+    assert sum(p.grad is not None for p in model.parameters()) == 4
 
 
 def _message_on_a_mesh() -> str:
@@ -350,7 +337,7 @@ def _refuses_on_one(mesh_shape: tuple[int, ...]) -> tuple[str, int]:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)])
+@long.parametrize("mesh_shape", [(2,), (2, 2)], always=[(2, 2)])
 def test_who_would_wait_for_a_rank_that_refuses_hears_why_and_may_try_again(mesh_shape: tuple[int, ...]) -> None:
     *others, last = run_ranks(_refuses_on_one, mesh_shape, world_size=math.prod(mesh_shape), timeout_s=200)
     assert "refused to compile" not in last[0]
@@ -360,7 +347,9 @@ def test_who_would_wait_for_a_rank_that_refuses_hears_why_and_may_try_again(mesh
     assert {made for _, made in (*others, last)} == {len(list(Slim().parameters()))}
 
 
-def _refuses_alone_and_goes_on() -> int:
+@pytest.mark.long
+@on_ranks(timeout_s=100)
+def test_a_rank_that_is_refused_alone_goes_on_with_the_graphs_that_it_has() -> None:
     """Rank 1 is refused another graph of a model that it has one of; later, all ranks compile another model."""
     mesh = init_device_mesh("cpu", (2,))
     model = fully_shard(Slim(), mesh=mesh)
@@ -373,12 +362,7 @@ def _refuses_alone_and_goes_on() -> int:
             torch.compile(model, backend="fsdp", options=too_small)(torch.ones(4, 32))
     loss_of(compiled(torch.ones(4, 32))).backward()
     other = fully_shard(nn.Linear(32, 7), mesh=mesh)
-    return len(torch.compile(other, backend="fsdp", options=options)(torch.ones(4, 32)))
-
-
-@pytest.mark.long
-def test_a_rank_that_is_refused_alone_goes_on_with_the_graphs_that_it_has() -> None:
-    assert run_ranks(_refuses_alone_and_goes_on, timeout_s=100) == [4, 4]
+    assert len(torch.compile(other, backend="fsdp", options=options)(torch.ones(4, 32))) == 4
 
 
 class _Expert(nn.Sequential):
@@ -414,7 +398,9 @@ def _mine(batch: torch.Tensor) -> torch.Tensor:
     return batch.chunk(dist.get_world_size())[dist.get_rank()]
 
 
-def _mixture() -> tuple[float, str]:
+@pytest.mark.core
+@on_ranks(timeout_s=100)
+def test_an_expert_without_rows_is_called_with_none_or_the_error_says_so() -> None:
     """The first expert has no rows on rank 1: once it is called there with none, once it is not called."""
     torch.manual_seed(0)
     (batch,) = batches(1, 8)
@@ -437,14 +423,8 @@ def _mixture() -> tuple[float, str]:
     torch._dynamo.reset()
     with pytest.raises(Exception, match="compile different collectives") as caught:
         other(_mine(batch))
-    return difference, str(caught.value)
-
-
-@pytest.mark.core
-def test_an_expert_without_rows_is_called_with_none_or_the_error_says_so() -> None:
-    for difference, message in run_ranks(_mixture, timeout_s=100):
-        assert difference < 1e-6
-        assert "called there all the same, with an empty tensor" in message
+    assert difference < 1e-6
+    assert "called there all the same, with an empty tensor" in str(caught.value)
 
 
 class _Steps(nn.Module):
@@ -463,7 +443,9 @@ class _Steps(nn.Module):
         return torch.stack(found, 1)
 
 
-def _reads_in_another_order_later() -> tuple[float, bool]:
+@pytest.mark.core
+@on_ranks(timeout_s=60)
+def test_a_rank_that_compiles_again_and_reads_in_another_order_follows_the_plan_that_all_have() -> None:
     """Rank 0 has no rows; rank 1 has three, and compiles again for three steps."""
     torch.manual_seed(0)
     model = _Steps()
@@ -479,17 +461,16 @@ def _reads_in_another_order_later() -> tuple[float, bool]:
         worst = max(worst, gradient_difference(model, reference))
         (region,) = regions_of(units(model))
         orders.append([line_of(node) for node in starts_of(region.steps[0])])
-    return worst, orders[0] == orders[1]
+    difference, same_order = worst, orders[0] == orders[1]
+    assert difference < 1e-5
+    assert same_order
 
 
 @pytest.mark.core
-def test_a_rank_that_compiles_again_and_reads_in_another_order_follows_the_plan_that_all_have() -> None:
-    for difference, same_order in run_ranks(_reads_in_another_order_later, timeout_s=60):
-        assert difference < 1e-5
-        assert same_order
+@on_ranks(timeout_s=60)
+def test_a_rank_that_cannot_follow_ends_all_by_name() -> None:
+    """Rank 0 has nothing to follow, and would go on to its first collective."""
 
-
-def _cannot_follow_on_one() -> str:
     def refuse(self: FollowOrder, _step: object) -> None:
         raise CannotFollowError("no such order", where="here", instead="another one")
 
@@ -500,15 +481,9 @@ def _cannot_follow_on_one() -> str:
         pytest.raises(Exception, match="compile different collectives") as caught,
     ):
         compiled(torch.ones((4, 256)[dist.get_rank()], 2048))
-    return str(caught.value)
-
-
-@pytest.mark.core
-def test_a_rank_that_cannot_follow_ends_all_by_name() -> None:
-    """Rank 0 has nothing to follow, and would go on to its first collective."""
-    for message in run_ranks(_cannot_follow_on_one, timeout_s=60):
-        assert "rank 0 and rank 1 compile different collectives" in message
-        assert "options={'prefetch': 1}" in message
+    message = str(caught.value)
+    assert "rank 0 and rank 1 compile different collectives" in message
+    assert "options={'prefetch': 1}" in message
 
 
 class _Checkpointed(nn.Module):
@@ -536,7 +511,10 @@ def _without_rows(*steps: tuple[int, int]) -> float:
     return worst
 
 
+ROWS = [[(0, 3)], [(3, 0)], [(2, 2), (2, 0), (0, 2)]]
+
+
 @pytest.mark.core
-@pytest.mark.parametrize("steps", [[(0, 3)], [(3, 0)], [(2, 2), (2, 0), (0, 2)]], ids=str)
+@long.parametrize("steps", ROWS, always=ROWS[-1:], ids=str)
 def test_a_rank_without_rows_computes_again_what_the_others_do(steps: list[tuple[int, int]]) -> None:
     assert max(run_ranks(_without_rows, *steps, timeout_s=60)) < 1e-5

@@ -15,7 +15,7 @@ from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.queries import last_of
 from fsdp_compile.passes.schedule_reshard import ReshardPlan, ScheduleReshard
 from tests.models.kinds import WIDTH, Slim
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 from tests.two_sides import loss_of
 
 
@@ -34,11 +34,6 @@ def _trained(lower: str, *, poison: bool, precision: MixedPrecision | None = Non
     return [p.full_tensor().detach() for p in model.parameters()]  # type: ignore[attr-defined]
 
 
-def _with_and_without(lower: str, dtype: torch.dtype | None) -> list[list[torch.Tensor]]:
-    precision = MixedPrecision(param_dtype=torch.bfloat16, gather_dtype=dtype)
-    return [_trained(lower, poison=poison, precision=precision) for poison in (False, True)]
-
-
 @pytest.mark.parametrize(
     ("lower", "dtype"),
     [
@@ -47,10 +42,12 @@ def _with_and_without(lower: str, dtype: torch.dtype | None) -> list[list[torch.
         pytest.param("inductor", torch.float8_e4m3fn, marks=[pytest.mark.inductor, pytest.mark.long]),
     ],
 )
+@on_ranks()
 def test_it_changes_no_number(lower: str, dtype: torch.dtype | None) -> None:
-    for without, poisoned in run_ranks(_with_and_without, lower, dtype):
-        for one, other in zip(without, poisoned, strict=True):
-            assert torch.equal(one, other)
+    precision = MixedPrecision(param_dtype=torch.bfloat16, gather_dtype=dtype)
+    without, poisoned = [_trained(lower, poison=poison, precision=precision) for poison in (False, True)]
+    for one, other in zip(without, poisoned, strict=True):
+        assert torch.equal(one, other)
 
 
 def _named(make: Callable[[], object]) -> str:
@@ -80,11 +77,8 @@ def _nan_parameter() -> None:
     torch.compile(model, backend="fsdp", options={"lower": "eager", "poison": True})(torch.randn(4, WIDTH))
 
 
-def _both() -> tuple[str, str]:
-    return _named(_free_too_early), _named(_nan_parameter)
-
-
+@on_ranks()
 def test_what_reads_freed_memory_is_named() -> None:
-    for freed, parameter in run_ranks(_both):
-        assert "the reduced gradient of head, blocks.1, blocks.0 has NaN in" in freed
-        assert re.search("what blocks.0, blocks.1, head gathers has NaN in 1 of", parameter), parameter
+    freed, parameter = _named(_free_too_early), _named(_nan_parameter)
+    assert "the reduced gradient of head, blocks.1, blocks.0 has NaN in" in freed
+    assert re.search("what blocks.0, blocks.1, head gathers has NaN in 1 of", parameter), parameter

@@ -15,7 +15,7 @@ from fsdp_compile.ir.graph import Role
 from fsdp_compile.layout.wire_formats import ASKED
 from fsdp_compile.ops.quantize import block_scales, dequantize, quantize
 from tests import long
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.verify.captured import World, capture
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
@@ -210,7 +210,8 @@ def test_under_inductor(sent: Asked) -> None:
     assert max(run_ranks(_train, sent, "inductor")) < 1e-5
 
 
-def _uncompiled() -> None:
+@on_ranks()
+def test_uncompiled_forwards_gather_as_fsdp2_does() -> None:
     torch.manual_seed(0)
     model = Wide()
     wanted = model.up.weight.detach().clone()
@@ -219,10 +220,6 @@ def _uncompiled() -> None:
     model.up.register_forward_hook(lambda module, *_: seen.append(module.weight.detach().clone()))
     model(torch.ones(2, 96))
     torch.testing.assert_close(seen[0], wanted, rtol=0, atol=0)
-
-
-def test_uncompiled_forwards_gather_as_fsdp2_does() -> None:
-    run_ranks(_uncompiled)
 
 
 def _messages(asked: Asked) -> dict[tuple[str, ...], list[tuple[torch.dtype, int]]]:
@@ -271,10 +268,7 @@ def test_other_formats_are_refused(asked: Asked) -> None:
         MixedPrecision(gather_dtype=asked)
 
 
-def _alone() -> None:
+@on_ranks(world_size=1)
+def test_one_rank_sends_nothing_and_rounds_nothing() -> None:
     model = fully_shard(Wide(), mp_policy=MixedPrecision(gather_dtype=INT8))
     assert all(not slot.spec.gather_format for unit in units(model) for group in unit.groups for slot in group.params)
-
-
-def test_one_rank_sends_nothing_and_rounds_nothing() -> None:
-    run_ranks(_alone, world_size=1)

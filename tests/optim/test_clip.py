@@ -1,10 +1,11 @@
-"""The norm of all gradients and their scale are those of one process on the whole batch, under every strategy."""
+"""Gradient norms, clipping and loss scales are those of one process on the whole batch, under every strategy."""
 
 from __future__ import annotations
 
 import copy
 import math
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,13 +14,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2.shards import local_of
 from fsdp_compile.optim.clip import clip_grad_norm_
+from fsdp_compile.optim.flat_step import flat_step
+from fsdp_compile.optim.grad_scaler import GradScaler
 from tests import long
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.two_sides import whole
 
 NORMS = (2.0, 1.0, 3.0, math.inf)
@@ -104,7 +108,7 @@ def test_two_ranks_clip_like_one_process() -> None:
     run_ranks(_compare, full_shard, world_size=2)
 
 
-@long.parametrize("prepare", [full_shard, hybrid, two_meshes], always=[hybrid, two_meshes])
+@long.parametrize("prepare", [full_shard, hybrid, two_meshes], always=[two_meshes])
 def test_four_ranks_clip_like_one_process(prepare: Callable[[nn.Module], None]) -> None:
     run_ranks(_compare, prepare, world_size=4)
 
@@ -113,7 +117,8 @@ def test_one_rank_clips_like_one_process() -> None:
     run_ranks(_compare, full_shard, world_size=1)
 
 
-def _below() -> None:
+@on_ranks()
+def test_gradients_below_the_norm_keep_their_bits() -> None:
     model, _ = _trained(full_shard)
     before = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     norm = clip_grad_norm_(model, 1e6)
@@ -124,11 +129,10 @@ def _below() -> None:
         assert torch.equal(local_of(clipped), local_of(gradient)), name
 
 
-def test_gradients_below_the_norm_keep_their_bits() -> None:
-    run_ranks(_below)
-
-
-def _mixed(norm_type: float) -> tuple[float, float, float, torch.dtype]:
+@pytest.mark.core
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+@on_ranks()
+def test_plain_gradients_count_once_as_each_rank_has_them(norm_type: float) -> None:
     """Plain gradients of this rank's own beside sharded ones, in two dtypes."""
     torch.manual_seed(0)
     model = Net()
@@ -144,19 +148,13 @@ def _mixed(norm_type: float) -> tuple[float, float, float, torch.dtype]:
     expected = torch.linalg.vector_norm(full, norm_type).item()
     before = model.row.grad[0, 0].item()
     norm = clip_grad_norm_([*model.parameters(), model.row], 1.0, norm_type)  # `row` is there twice
-    return norm.item(), expected, model.row.grad[0, 0].item() / before * expected, norm.dtype
+    assert norm.item() == pytest.approx(expected, rel=1e-6)
+    assert model.row.grad[0, 0].item() / before * expected == pytest.approx(1.0, rel=1e-5)
+    assert norm.dtype is torch.float64
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("norm_type", [2.0, math.inf])
-def test_plain_gradients_count_once_as_each_rank_has_them(norm_type: float) -> None:
-    for norm, expected, clipped, dtype in run_ranks(_mixed, norm_type, world_size=2):
-        assert norm == pytest.approx(expected, rel=1e-6)
-        assert clipped == pytest.approx(1.0, rel=1e-5)
-        assert dtype is torch.float64
-
-
-def _reductions() -> tuple[int, list[int]]:
+@on_ranks(world_size=4)
+def test_one_reduction_per_group_and_no_look_from_the_host() -> None:
     model, _ = _trained(two_meshes)
     with (
         mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced,
@@ -164,11 +162,7 @@ def _reductions() -> tuple[int, list[int]]:
         mock.patch.object(torch.Tensor, "__bool__", side_effect=AssertionError("the host waits for the device")),
     ):
         clip_grad_norm_(model.parameters(), 1.0)
-    return reduced.call_count, [call.args[0].numel() for call in reduced.call_args_list]
-
-
-def test_one_reduction_per_group_and_no_look_from_the_host() -> None:
-    assert run_ranks(_reductions, world_size=4) == [(2, [1, 1])] * 4
+    assert (reduced.call_count, [call.args[0].numel() for call in reduced.call_args_list]) == (2, [1, 1])
 
 
 def _reductions_of(prepare: Callable[[nn.Module], None]) -> int:
@@ -201,7 +195,13 @@ def test_a_rank_without_gradients_joins() -> None:
         assert found == pytest.approx([norm, 2.0])
 
 
-def _not_finite(value: float, norm_type: float) -> tuple[bool, str]:
+@long.parametrize(
+    ("value", "norm_type"),
+    [(math.nan, math.inf), (math.inf, 2.0), (math.nan, 2.0)],
+    always=[(math.nan, math.inf)],
+)
+@on_ranks()
+def test_all_ranks_see_a_norm_that_is_not_finite(value: float, norm_type: float) -> None:
     model = nn.Linear(WIDTH, 4, bias=False)
     fully_shard(model)
     model.weight.grad = torch.zeros_like(model.weight)
@@ -211,18 +211,9 @@ def _not_finite(value: float, norm_type: float) -> tuple[bool, str]:
     local_of(model.weight.grad).fill_(value)
     with pytest.raises(RuntimeError, match="nothing was clipped") as caught:
         clip_grad_norm_(model, 1.0, norm_type, error_if_nonfinite=True)
-    return not norm.isfinite(), str(caught.value)
-
-
-@long.parametrize(
-    ("value", "norm_type"),
-    [(math.nan, math.inf), (math.inf, 2.0), (math.nan, 2.0)],
-    always=[(math.nan, math.inf), (math.inf, 2.0)],
-)
-def test_all_ranks_see_a_norm_that_is_not_finite(value: float, norm_type: float) -> None:
-    for seen, message in run_ranks(_not_finite, value, norm_type, world_size=2):
-        assert seen
-        assert str(value) in message
+    seen, message = not norm.isfinite(), str(caught.value)
+    assert seen
+    assert str(value) in message
 
 
 def test_sums_of_half_precision_gradients_are_made_in_float32() -> None:
@@ -269,3 +260,160 @@ def test_norms_of_half_precision_gradients_are_not_rounded_before_they_are_summe
     norm = clip_grad_norm_([*parameters, wide], 1.0)
     assert norm.dtype is torch.float32
     assert norm.item() == pytest.approx(8 * math.sqrt(1 + 2**-8), rel=1e-5)
+
+
+SCALE = 64.0
+
+
+class NetGradScaler(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(4))
+        self.own = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.weight) * self.own
+
+
+def _full(parameter: nn.Parameter) -> torch.Tensor:
+    assert isinstance(parameter, DTensor)
+    return parameter.full_tensor().detach()
+
+
+def _train(scaler_class: Any, infinite: str, ignored: tuple[str, ...]) -> tuple[list[Any], list[float]]:
+    """Two steps: one in which rank 1 alone has an infinite gradient, and one in which nobody has."""
+    model = NetGradScaler()
+    fully_shard(model, ignored_params={model.get_parameter(name) for name in ignored})
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scaler = scaler_class("cpu", init_scale=SCALE)
+    weights, scales = [], []
+    for step in range(2):
+        loss = model(torch.ones(1, 4)).sum()
+        scaler.scale(loss).backward()
+        if step == 0 and dist.get_rank() == 1:
+            gradient = model.own.grad if infinite == "own" else model.weight.grad
+            assert gradient is not None
+            local_of(gradient).view(-1)[0] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        weights.append(_full(model.weight).clone())
+        scales.append(scaler.get_scale())
+    return weights, scales
+
+
+def _check(outcomes: list[tuple[list[Any], list[float]]]) -> None:
+    for weights, scales in outcomes:
+        assert torch.equal(weights[0], torch.eye(4)), "the step was not skipped"
+        assert torch.allclose(weights[1], torch.eye(4) - 1.0), "the step was not taken, or not unscaled"
+        assert scales == [SCALE / 2, SCALE / 2]
+
+
+@pytest.mark.core
+@long.parametrize(
+    "scaler_class",
+    [torch.amp.GradScaler, ShardedGradScaler, GradScaler],
+    always=[GradScaler],
+)
+def test_ranks_skip_together_where_all_parameters_are_sharded(scaler_class: Any) -> None:
+    _check(run_ranks(_train, scaler_class, "weight", (), world_size=2))
+
+
+@pytest.mark.core
+@long.parametrize("infinite", ["weight", "own"], always=["own"])
+def test_ranks_skip_together_with_ignored_parameters(infinite: str) -> None:
+    _check(run_ranks(_train, GradScaler, infinite, ("own",), world_size=2))
+
+
+@on_ranks()
+def test_clipping_after_unscaling_sees_the_true_norm() -> None:
+    """Unscaling by hand before clipping, with nothing infinite."""
+    model = NetGradScaler()
+    fully_shard(model, ignored_params={model.own})
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scaler = GradScaler("cpu", init_scale=SCALE)
+    scaler.scale(model(torch.ones(1, 4)).sum()).backward()
+    scaler.unscale_(optimizer)
+    norm = clip_grad_norm_(model, 1e9).item()
+    found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    assert norm == pytest.approx((16 + 4) ** 0.5)  # of sixteen ones in `weight` and four in `own`
+    assert scaler.get_scale() == SCALE
+    assert [v.item() for v in found.values()] == [0.0]
+
+
+class Chain(nn.Module):
+    """Two layers whose rows do not divide over two ranks, and a parameter that every rank holds whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4))
+        self.own = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x) * self.own
+
+
+@on_ranks()
+def test_flat_step_after_unscaling_and_clipping_is_the_plain_step() -> None:
+    """Steps with `flat_step` beside steps without: the clipped norm, the scale, and whether all bits are equal."""
+    sides = []
+    for wrap in (flat_step, lambda optimizer: optimizer):
+        model = Chain()
+        fully_shard(model, ignored_params={model.own})
+        optimizer = wrap(torch.optim.AdamW(model.parameters(), lr=0.1))
+        sides.append((model, optimizer, GradScaler("cpu", init_scale=SCALE)))
+    steps = [_flat_and_plain_step(sides, step) for step in range(4)]
+    assert [same for _, _, same in steps] == [True] * 4
+    assert [scale for _, scale, _ in steps] == [SCALE, SCALE / 2, SCALE / 2, SCALE / 2]
+    assert [norm > 0.25 for norm, _, _ in steps] == [True] * 4, "each step was clipped"
+    assert [norm == float("inf") for norm, _, _ in steps] == [False, True, False, False]
+
+
+def _flat_and_plain_step(sides: list[Any], step: int) -> tuple[float, float, bool]:
+    norms, scales = [], []
+    for model, optimizer, scaler in sides:
+        batch = torch.randn(2, 4, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
+        scaler.scale(model(batch).square().sum()).backward()
+        dist.all_reduce(model.own.grad, dist.ReduceOp.AVG)  # ignored parameters are averaged by their owner
+        if step == 1 and dist.get_rank() == 1:
+            local_of(model.layers[0].weight.grad).view(-1)[0] = float("inf")
+        scaler.unscale_(optimizer)
+        norms.append(clip_grad_norm_(model, 0.25).item())
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    flat, plain = (model.parameters() for model, *_ in sides)
+    same = all(torch.equal(local_of(p), local_of(q)) for p, q in zip(flat, plain, strict=True))
+    assert scales[0] == scales[1]
+    assert norms[0] == norms[1]
+    return norms[0], scales[0], same
+
+
+def test_half_precision_gradients_are_refused_by_name() -> None:
+    scaler = GradScaler("cpu", init_scale=SCALE)
+    parameter = nn.Parameter(torch.ones(2, dtype=torch.float16))
+    scaler.scale(parameter.sum().float()).backward()
+    with pytest.raises(ValueError, match="keep parameters in float32"):
+        scaler.unscale_(torch.optim.SGD([parameter], lr=1.0))
+
+
+def test_without_a_process_group_it_is_torchs_own() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scaler = GradScaler("cpu", init_scale=SCALE)
+    scaler.scale(parameter.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(parameter.detach(), torch.zeros(2))
+
+
+def _torchs_own() -> str:
+    with pytest.raises(RuntimeError) as caught:
+        _train(torch.amp.GradScaler, "weight", ("own",))
+    return str(caught.value)
+
+
+def test_torchs_own_scaler_refuses_a_mix_which_is_why_there_is_another_one() -> None:
+    assert all("mixed torch.Tensor and DTensor" in message for message in run_ranks(_torchs_own))

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_compile._torch.tensors import make_dtensor
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.optim.flat_step import ELEMENTWISE, flat_step
+from tests import long
 from tests.fake_world import fake_world
 from tests.fsdp2.models import local, put_into_one_storage, sharded, train
 from tests.ranks import run_ranks
@@ -290,7 +291,7 @@ def _check_training(shape: tuple[int, ...], *, compiled: bool) -> None:
         assert counts == {2 + 1 + 1}, "two blocks, the root's unit, and a number that is not sharded"
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("shape", [(2,), (2, 2)])
+@long.parametrize("compiled", [False, True], always=[True])
+@long.parametrize("shape", [(2,), (2, 2)], always=[(2,)])
 def test_training_of_fsdp2_has_the_same_bits(shape: tuple[int, ...], *, compiled: bool) -> None:
     run_ranks(_check_training, shape, compiled=compiled, world_size=torch.Size(shape).numel())

@@ -24,9 +24,10 @@ from fsdp_compile.cost.memory import Holder
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.fsdp2.updates import refuse_whole_gradients
 from fsdp_compile.optim.step_in_backward import step_in_backward
+from tests import long
 from tests.fake_world import fake_world
 from tests.models.kinds import WIDTH, Slim
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 from tests.two_sides import loss_of
 
 MOMENTUM = functools.partial(optim.SGD, lr=0.1, momentum=0.9)
@@ -194,6 +195,9 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Step, bool]] = {
 }
 
 
+ALWAYS = ("graph break", "used twice in two graphs", "microbatches", "thawed")
+
+
 def _train(name: str, *, in_backward: bool) -> tuple[nn.Module, optim.Optimizer]:
     make, run, is_compiled = CASES[name]
     torch._dynamo.reset()
@@ -215,7 +219,9 @@ def _train(name: str, *, in_backward: bool) -> tuple[nn.Module, optim.Optimizer]
     return model, optimizer
 
 
-def _bits(name: str) -> list[str]:
+@long.parametrize("name", CASES, always=ALWAYS)
+@on_ranks()
+def test_the_bits_are_those_of_a_step_after_backward(name: str) -> None:
     (mine, stepped), (theirs, after) = _train(name, in_backward=True), _train(name, in_backward=False)
     differing = [
         n
@@ -229,20 +235,11 @@ def _bits(name: str) -> list[str]:
         differing += [
             f"{index} {key}" for key, v in state.items() if not torch.equal(_local(one["state"][index][key]), _local(v))
         ]
-    return differing
+    assert differing == []
 
 
-@pytest.mark.parametrize("name", [n for n in CASES if n not in ("gradients of inputs", "not the last backward")])
-def test_the_bits_are_those_of_a_step_after_backward(name: str) -> None:
-    assert run_ranks(_bits, name) == [[], []]
-
-
-@pytest.mark.parametrize("name", ["gradients of inputs", "not the last backward"])
-def test_what_accumulates_is_updated_once(name: str) -> None:
-    assert run_ranks(_bits, name) == [[], []]
-
-
-def _mixed() -> bool:
+@on_ranks()
+def test_a_compiled_and_an_uncompiled_forward_are_one_step() -> None:
     ends = []
     for in_backward in (True, False):
         torch._dynamo.reset()
@@ -259,14 +256,11 @@ def _mixed() -> bool:
             optimizer.step()
             optimizer.zero_grad()
         ends.append(_values(model))
-    return _equal(*ends)
+    assert _equal(*ends)
 
 
-def test_a_compiled_and_an_uncompiled_forward_are_one_step() -> None:
-    assert run_ranks(_mixed) == [True, True]
-
-
-def _freed() -> tuple[list[int], int]:
+@on_ranks()
+def test_gradients_are_freed_unit_by_unit() -> None:
     model = _sharded()
     optimizer = step_in_backward(optim.SGD(model.parameters(), lr=0.1))
     seen: list[int] = []
@@ -276,16 +270,16 @@ def _freed() -> tuple[list[int], int]:
 
     optimizer.register_step_pre_hook(look)
     loss_of(_compiled(model)(_input())).backward()
-    return seen, max(sum(_local(p).numel() for p in part.parameters()) for part in (*model.blocks, model.head))
+    largest = max(sum(_local(p).numel() for p in part.parameters()) for part in (*model.blocks, model.head))
+    assert len(seen) == 3, "one update of each unit"
+    assert max(seen) == largest
 
 
-def test_gradients_are_freed_unit_by_unit() -> None:
-    for seen, largest in run_ranks(_freed):
-        assert len(seen) == 3, "one update of each unit"
-        assert max(seen) == largest
-
-
-def _hooks(name: str) -> None:
+@long.parametrize(
+    "name", ["register_hook", "register_post_accumulate_grad_hook"], always=["register_post_accumulate_grad_hook"]
+)
+@on_ranks()
+def test_hooks_of_the_user_are_refused(name: str) -> None:
     model = _sharded()
     getattr(model.head.weight, name)(lambda _: None)
     step_in_backward(optim.SGD(model.parameters(), lr=0.1))
@@ -294,28 +288,20 @@ def _hooks(name: str) -> None:
         loss.backward()
 
 
-@pytest.mark.parametrize("name", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_hooks_of_the_user_are_refused(name: str) -> None:
-    run_ranks(_hooks, name)
-
-
-def _some() -> None:
+@on_ranks()
+def test_a_parameter_without_an_updater_keeps_its_gradient() -> None:
     model, plain = _sharded(), _sharded()
     step_in_backward(optim.SGD([p for p in model.parameters() if p.dim() > 1], lr=0.1))
     loss_of(_compiled(model)(_input())).backward()
     loss_of(plain(_input())).backward()
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        assert (p.grad is None) == (p.dim() > 1)
+        assert p.grad is None == (p.dim() > 1)
         expected = _local(q.grad)
         assert (
             torch.equal(_local(p.grad), expected)
             if p.grad is not None
             else torch.equal(_local(p), _local(q).add(expected, alpha=-0.1))
         )
-
-
-def test_a_parameter_without_an_updater_keeps_its_gradient() -> None:
-    run_ranks(_some)
 
 
 class Optional(nn.Module):
@@ -329,7 +315,8 @@ class Optional(nn.Module):
         return x @ self.read.relu()
 
 
-def _unread() -> None:
+@on_ranks()
+def test_what_got_no_gradient_is_not_updated() -> None:
     model = _sharded(Optional)
     step_in_backward(optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5))
     call = _compiled(model)
@@ -337,10 +324,6 @@ def _unread() -> None:
     loss_of(call(_input())).backward()
     assert bool((_local(model.unread) == 1).all())
     assert not bool((_local(model.read) == 1).all())
-
-
-def test_what_got_no_gradient_is_not_updated() -> None:
-    run_ranks(_unread)
 
 
 @contextlib.contextmanager
@@ -358,7 +341,8 @@ class CountingSGD(optim.SGD):
         return super().step(closure)
 
 
-def _refusals() -> None:
+@on_ranks()
+def test_what_cannot_be_is_refused() -> None:
     with _refused(ConfigError, "Adafactor is not known"):
         step_in_backward(optim.Adafactor(_sharded().parameters()))
     model = _sharded()
@@ -379,11 +363,8 @@ def _refusals() -> None:
         loss_of(_compiled(model)(_input())).backward()
 
 
-def test_what_cannot_be_is_refused() -> None:
-    run_ranks(_refusals)
-
-
-def _second_backward() -> None:
+@on_ranks()
+def test_a_backward_of_before_the_update_is_refused() -> None:
     model = _sharded()
     step_in_backward(optim.SGD(model.parameters(), lr=0.1))
     call = _compiled(model)
@@ -397,11 +378,8 @@ def _second_backward() -> None:
         second.backward()
 
 
-def test_a_backward_of_before_the_update_is_refused() -> None:
-    run_ranks(_second_backward)
-
-
-def _state() -> None:
+@on_ranks()
+def test_state_is_that_of_the_plain_optimizer_and_loads_again() -> None:
     model = _sharded()
     optimizer = step_in_backward(MOMENTUM(model.parameters()))
     call = _compiled(model)
@@ -415,10 +393,6 @@ def _state() -> None:
             _local(p).copy_(value)
     loss_of(call(_input(2))).backward()
     assert _equal(ended, _values(model))
-
-
-def test_state_is_that_of_the_plain_optimizer_and_loads_again() -> None:
-    run_ranks(_state)
 
 
 @pytest.fixture
@@ -462,7 +436,8 @@ def test_inductor_keeps_updates_in_their_place() -> None:
         torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-3)
 
 
-def _joined_or_not() -> bool:
+@on_ranks()
+def test_joined_units_that_divide_by_a_number_of_their_own_are_updated() -> None:
     ends = []
     for bucket_mb in (0, 1):
         torch.manual_seed(0)
@@ -476,11 +451,7 @@ def _joined_or_not() -> bool:
         loss_of(torch.compile(model, backend="fsdp", options=options)(_input())).backward()
         ends.append(_values(model))
         torch._dynamo.reset()
-    return _equal(*ends)
-
-
-def test_joined_units_that_divide_by_a_number_of_their_own_are_updated() -> None:
-    assert run_ranks(_joined_or_not) == [True, True]
+    assert _equal(*ends)
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -19,7 +19,7 @@ from fsdp_compile.optim.whole_step import whole_step
 from fsdp_compile.state.full_tensors import full_tensors
 from tests import long
 from tests.fsdp2.models import mesh_of
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 _Make = Callable[[Iterable[Any]], optim.Optimizer]
 
@@ -164,7 +164,8 @@ def _sharded(mesh: tuple[int, ...] = (2,)) -> Any:
     return fully_shard(model, mesh=mesh_of(mesh), ignored_params={model.scale})
 
 
-def _check_training() -> None:
+@on_ranks()
+def test_training_equals_one_process() -> None:
     """With a schedule, a frozen parameter, and one that is not sharded."""
     model, reference = _sharded(), _made()
     model.up.bias.requires_grad_(requires_grad=False)
@@ -191,11 +192,8 @@ def optimizer_params(optimizer: optim.Optimizer) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def test_training_equals_one_process() -> None:
-    run_ranks(_check_training)
-
-
-def _check_saved() -> None:
+@on_ranks()
+def test_state_is_saved_and_loaded() -> None:
     model = _sharded()
     optimizer = whole_step(optim.Adafactor(_trained_by("", model), lr=0.1))
     resumed_model = _sharded()
@@ -212,10 +210,6 @@ def _check_saved() -> None:
         assert torch.equal(found[key], value), key
 
 
-def test_state_is_saved_and_loaded() -> None:
-    run_ranks(_check_saved)
-
-
 def test_what_is_not_known_to_update_parameters_one_by_one_is_refused() -> None:
     parameters = list(nn.Linear(2, 2).parameters())
     with pytest.raises(ConfigError, match=r"not known to update each parameter independently(.|\n)*Adafactor, Muon"):
@@ -226,7 +220,8 @@ def test_what_is_not_known_to_update_parameters_one_by_one_is_refused() -> None:
         flat_step(whole_step(optim.Adafactor(parameters)))
 
 
-def _check_counts_of_groups() -> None:
+@on_ranks()
+def test_groups_count_a_step_once_and_what_differs_by_parameter_is_refused() -> None:
     """Two groups: one of a sharded parameter and one that is not, and one of sharded parameters alone."""
     runs = []
     for is_sharded in (True, False):
@@ -257,15 +252,8 @@ def _check_counts_of_groups() -> None:
         several.step()
 
 
-def test_groups_count_a_step_once_and_what_differs_by_parameter_is_refused() -> None:
-    run_ranks(_check_counts_of_groups)
-
-
+@on_ranks()
 def test_an_error_leaves_the_optimizer_as_it_was() -> None:
-    run_ranks(_check_error)
-
-
-def _check_error() -> None:
     model = _sharded()
     optimizer = optim.Muon(_trained_by("Muon", model), lr=0.1)
     groups, given, state = optimizer.param_groups, optimizer.param_groups[0]["params"], optimizer.state

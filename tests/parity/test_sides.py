@@ -1,9 +1,10 @@
-"""The reference sides: one process that reads its parameters in another dtype, and FSDP1 and FSDP2 of torch."""
+"""The reference sides of a comparison, and what counts as a difference."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Iterable
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,11 +15,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile._torch.distributed import timeout_of
+from fsdp_compile.parity.compare import Extent, Quantity, compare
 from fsdp_compile.parity.experiment import Experiment, Level, Reference
 from fsdp_compile.parity.sides import CastParameters, _mesh
 from fsdp_compile.parity.train import train_both
 from tests.models.matrix import MODELS, make_batch
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 _BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
@@ -173,12 +175,47 @@ def test_a_batch_that_is_drawn_is_the_same_one_on_each_rank() -> None:
     assert run_ranks(_differing, [experiment])[0][1] == [set()]
 
 
-def _timeouts() -> list[timedelta]:
+@on_ranks(world_size=4)
+def test_groups_of_replicas_wait_no_longer_than_the_world() -> None:
     mesh = _mesh(_experiment(world_size=4, replicas=2))
     assert dist.group.WORLD is not None
-    return [timeout_of(group) for group in (dist.group.WORLD, mesh.get_group(0), mesh.get_group(1))]
+    world, replicas, shards = [timeout_of(group) for group in (dist.group.WORLD, mesh.get_group(0), mesh.get_group(1))]
+    assert world == replicas == shards
 
 
-def test_groups_of_replicas_wait_no_longer_than_the_world() -> None:
-    for world, replicas, shards in run_ranks(_timeouts, world_size=4):
-        assert world == replicas == shards
+def test_a_value_that_is_nan_on_one_side_alone_exceeds_every_bound() -> None:
+    difference = compare(Quantity.LOSS, "loss", 0, torch.tensor([1.0, math.nan]), torch.tensor([1.0, 2.0]))
+    assert (difference.absolute, difference.different) == (math.inf, 1)
+    assert dataclasses.replace(difference, bound=1e9).exceeds
+
+
+def test_nan_on_both_sides_is_no_difference() -> None:
+    both = torch.tensor([math.nan, 1.0])
+    assert compare(Quantity.LOSS, "loss", 0, both, both.clone()).different == 0
+
+
+def test_tensors_of_different_dtypes_cannot_be_compared() -> None:
+    difference = compare(Quantity.PARAMETER, "w", 0, torch.ones(2), torch.ones(2, dtype=torch.bfloat16))
+    assert dataclasses.replace(difference, bound=1e9).exceeds
+
+
+def test_the_parts_of_complex_numbers_are_compared_each() -> None:
+    theirs = torch.tensor([1 + 2j, 3 - 4j, complex(math.nan, 1)])
+    assert compare(Quantity.GRADIENT, "w", 0, theirs.conj(), theirs.conj().resolve_conj()).different == 0
+    ours = theirs + torch.tensor([0, 0.5j, 0])
+    difference = compare(Quantity.GRADIENT, "w", 0, ours, theirs)
+    assert (difference.different, difference.numel, difference.absolute, difference.relative) == (1, 6, 0.5, 0.125)
+    assert difference.ulps == 0.5 / (4 * torch.finfo(torch.float32).eps)
+    half = compare(Quantity.GRADIENT, "w", 0, theirs + torch.tensor([0, 0, 1j]), theirs)
+    assert half.absolute == 1  # beside a part that is NaN on both sides
+
+
+def test_the_bound_of_a_path_grows_with_the_root_of_the_steps() -> None:
+    extent = Extent(depth=10, length=64, elements=1000, dtype=torch.float32)
+    assert extent.path(3) == pytest.approx(2 * extent.path(0))
+    assert extent.path(1) > extent.path(0) > extent.sum() > 0
+
+
+def test_narrow_results_may_differ_by_their_own_rounding() -> None:
+    wide, narrow = (Extent(10, 64, 1000, dtype) for dtype in (torch.float32, torch.bfloat16))
+    assert narrow.sum() > 100 * wide.sum()

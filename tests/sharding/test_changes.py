@@ -20,7 +20,7 @@ from fsdp_compile import full_params, fully_shard
 from tests import long
 from tests.fake_world import fake_world
 from tests.models.outlines import Odd, Small
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.two_sides import Run, WithOneProcess, adamw, compile_eagerly, whole
 
 Change = Callable[[Any], None]
@@ -97,7 +97,8 @@ def test_compiled_code_sees_changes(change: Change, how: Run) -> None:
     run_ranks(_check_keeping, [change.__name__], how)
 
 
-def _check_dtype() -> None:
+@on_ranks()
+def test_training_goes_on_in_another_dtype() -> None:
     pair = WithOneProcess(Odd, shape=10, optimizer=_momentum)
     pair.train(steps=1)
     pair.change(_double)
@@ -107,11 +108,10 @@ def _check_dtype() -> None:
     pair.train()
 
 
-def test_training_goes_on_in_another_dtype() -> None:
-    run_ranks(_check_dtype)
-
-
-def _check_change_between_backward_and_step() -> None:
+@pytest.mark.long
+@pytest.mark.core
+@on_ranks()
+def test_an_optimizer_step_after_a_conversion_is_not_lost() -> None:
     """The optimizer steps on converted parameters; the step must reach the next forward."""
     pair = WithOneProcess(Small, optimizer=adamw)
     pair.train(steps=1)
@@ -124,13 +124,9 @@ def _check_change_between_backward_and_step() -> None:
     pair.train(steps=1)
 
 
-@pytest.mark.long
 @pytest.mark.core
-def test_an_optimizer_step_after_a_conversion_is_not_lost() -> None:
-    run_ranks(_check_change_between_backward_and_step)
-
-
-def _check_meta() -> None:
+@on_ranks()
+def test_from_meta_through_to_empty_to_training() -> None:
     with torch.device("meta"):
         model = Odd()
     # A machine with a GPU would give a model on meta a mesh of GPUs.
@@ -154,11 +150,6 @@ def _check_meta() -> None:
         if expected is not None:
             assert parameter.grad is not None
             torch.testing.assert_close(whole(parameter.grad), expected)
-
-
-@pytest.mark.core
-def test_from_meta_through_to_empty_to_training() -> None:
-    run_ranks(_check_meta)
 
 
 def _thaw(model: Any) -> None:
@@ -204,7 +195,8 @@ def _step_with_a_frozen_forward(made: Any, call: Any, frozen: Any, *, thaws: boo
     (loss + other).backward()
 
 
-def _check_frozen_between() -> None:
+@on_ranks()
+def test_gradients_of_a_forward_reach_parameters_that_are_frozen_for_the_next_one() -> None:
     for frozen in (lambda made: made, lambda made: made[2]):
         for thaws, in_place in ((True, False), (True, True), (False, False)):
             torch.manual_seed(0)
@@ -223,10 +215,6 @@ def _check_frozen_between() -> None:
                 assert (parameter.grad is None) == (expected.grad is None)
                 if isinstance(parameter.grad, DTensor):
                     torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad)
-
-
-def test_gradients_of_a_forward_reach_parameters_that_are_frozen_for_the_next_one() -> None:
-    run_ranks(_check_frozen_between)
 
 
 @pytest.mark.core

@@ -24,7 +24,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from fsdp_compile._torch import fully_shard_calls as private
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.sharding.fully_shard import fully_shard
-from tests.ranks import run_ranks
+from tests import long
+from tests.ranks import on_ranks, run_ranks
 from tests.sharding.models import Block, Model, batch, full, made, same, same_call, train_alike, train_near_one_process
 
 
@@ -66,13 +67,14 @@ def _one_process(**model: bool) -> None:
     train_near_one_process(fully_shard(made(lambda: Model(**model))), made(lambda: Model(**model)))
 
 
-@pytest.mark.parametrize("kind", ["plain", "tied", "scale"])
+@long.parametrize("kind", ["plain", "tied", "scale"], always=["tied"])
 def test_it_trains_as_one_process(kind: str) -> None:
     given = {} if kind == "plain" else {kind: True}
     run_ranks(_one_process, **given)
 
 
-def _bottom_up() -> None:
+@on_ranks()
+def test_calls_bottom_up_are_one_unit_each() -> None:
     ours, theirs = made(), made()
     for block in ours.blocks:
         fully_shard(block)
@@ -89,36 +91,14 @@ def _bottom_up() -> None:
     train_alike(ours, theirs)
 
 
-def test_calls_bottom_up_are_one_unit_each() -> None:
-    run_ranks(_bottom_up)
-
-
-def _with_torchs() -> None:
+@on_ranks()
+def test_modules_that_torchs_was_called_on_are_left_alone() -> None:
     ours, theirs = made(), _by_hand(made())
     for part in (ours.embed, *ours.blocks, ours.head):
         fsdp2(part)
     fully_shard(ours)
     assert _names(ours) == _names(theirs)
     train_alike(ours, theirs)
-
-
-def test_modules_that_torchs_was_called_on_are_left_alone() -> None:
-    run_ranks(_with_torchs)
-
-
-def _list() -> None:
-    ours, theirs = made(), made()
-    listed = [ours.norm, ours.head]
-    assert fully_shard(listed) is listed
-    fully_shard(ours)
-    fsdp2([theirs.norm, theirs.head])
-    fsdp2(theirs)
-    assert _calls(ours) == [[""], ["norm", "head"]]
-    train_alike(ours, theirs)
-
-
-def test_a_list_of_modules_is_one_unit() -> None:
-    run_ranks(_list)
 
 
 def test_wrong_arguments_are_refused(fake_world: Callable[..., Any]) -> None:
@@ -151,7 +131,8 @@ def test_wrong_arguments_are_refused(fake_world: Callable[..., Any]) -> None:
         assert not isinstance(first.weight, DTensor)
 
 
-def _tied() -> None:
+@on_ranks()
+def test_units_that_share_a_parameter_become_one() -> None:
     ours, theirs = made(lambda: Model(tied=True)), made(lambda: Model(tied=True))
     fully_shard(ours)
     assert ["embed", "head"] in _calls(ours)
@@ -161,10 +142,6 @@ def _tied() -> None:
     fsdp2(theirs)
     train_alike(ours, theirs)
     assert ours.embed.weight is ours.head.weight
-
-
-def test_units_that_share_a_parameter_become_one() -> None:
-    run_ranks(_tied)
 
 
 def test_a_parameter_that_the_rest_of_the_model_has_too_is_of_the_rest(fake_world: Callable[..., Any]) -> None:
@@ -197,14 +174,11 @@ class _TwoDtypes(nn.Module):
         return self.high(x) + self.low(x.bfloat16()).float()
 
 
-def _two_dtypes() -> int:
+@on_ranks()
+def test_a_second_dtype_is_a_second_group() -> None:
     model = fully_shard(made(_TwoDtypes))
     train_near_one_process(model, made(_TwoDtypes), atol=0.02)
-    return len(fsdp2.state(model)._fsdp_param_groups)  # type: ignore[attr-defined]
-
-
-def test_a_second_dtype_is_a_second_group() -> None:
-    assert run_ranks(_two_dtypes) == [2, 2]
+    assert len(fsdp2.state(model)._fsdp_param_groups) == 2  # type: ignore[attr-defined]
 
 
 def test_a_second_dtype_needs_a_torch_with_lists_of_groups(
@@ -257,16 +231,8 @@ def test_strategies_are_meshes_and_reshard_after_forward(
             assert group._reshard_after_forward is reshards
 
 
-def _strategy(strategy: ShardingStrategy) -> None:
-    train_near_one_process(fully_shard(made(), sharding_strategy=strategy), made())
-
-
-@pytest.mark.parametrize("strategy", [ShardingStrategy.NO_SHARD, ShardingStrategy.SHARD_GRAD_OP])
-def test_strategies_train_as_one_process(strategy: ShardingStrategy) -> None:
-    run_ranks(_strategy, strategy)
-
-
-def _hybrid() -> None:
+@on_ranks(world_size=4)
+def test_hybrid_sharding_trains_as_torchs() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     ours = fully_shard(made(), mesh=mesh, reshard_after_forward=True)
     train_alike(ours, _by_hand(made(), mesh=mesh, reshard_after_forward=True))
@@ -281,10 +247,6 @@ def test_reshard_after_forward_is_torchs(fake_world: Callable[..., Any], reshard
             (own,), (other,) = (fsdp2.state(m)._fsdp_param_groups for m in (a, b))  # type: ignore[attr-defined]
             assert own.post_forward_mesh_info == other.post_forward_mesh_info
             assert private.settings_of(a).auto_reshard is (reshard == "auto")
-
-
-def test_hybrid_sharding_trains_as_torchs() -> None:
-    run_ranks(_hybrid, world_size=4)
 
 
 def test_wrap_policies_choose_units_and_override(fake_world: Callable[..., Any]) -> None:
@@ -321,7 +283,8 @@ def test_offload_is_torchs() -> None:
     run_ranks(_offload, CPUOffloadPolicy(pin_memory=False))
 
 
-def _ignored() -> bool:
+@on_ranks()
+def test_ignored_parameters_are_neither_sharded_nor_averaged() -> None:
     model = made()
     kept = model.blocks[0].mlp[0].weight
     fully_shard(model, ignored_params=[model.blocks[1], kept])
@@ -330,24 +293,7 @@ def _ignored() -> bool:
     model(batch(0)).square().mean().backward()
     grads = [torch.zeros_like(kept) for _ in range(dist.get_world_size())]
     dist.all_gather(grads, kept.grad)
-    return not torch.equal(*grads)
-
-
-def test_ignored_parameters_are_neither_sharded_nor_averaged() -> None:
-    assert run_ranks(_ignored) == [True, True]
-
-
-def _separate() -> None:
-    ours, theirs = fully_shard(made(), separate_reduce_group=True), _by_hand(made())
-    groups = [g for m in ours.modules() if isinstance(m, FSDPModule) for g in fsdp2.state(m)._fsdp_param_groups]  # type: ignore[attr-defined]
-    separate = {group.mesh_info.reduce_scatter_process_group for group in groups}
-    assert len(separate) == 1
-    assert None not in separate
-    train_alike(ours, theirs)
-
-
-def test_reductions_may_have_a_group_of_their_own() -> None:
-    run_ranks(_separate)
+    assert not torch.equal(*grads)
 
 
 def _device(device: Any) -> bool:

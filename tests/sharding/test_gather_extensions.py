@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 import fsdp_compile
 from fsdp_compile import FSDPCompileError, fully_shard
 from tests.models.extended import Half, Layers, Wrapped
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 from tests.two_sides import compile_eagerly
 
 
@@ -42,7 +42,8 @@ def _assert_equal(mine: nn.Module, theirs: nn.Module) -> None:
         assert torch.equal(one, other)
 
 
-def _updated() -> None:
+@on_ranks()
+def test_optimizers_of_this_package_update_it() -> None:
     """Optimizers that see several parameters as one, or step in backward, leave these to themselves."""
 
     def run(change: Callable[[torch.optim.Optimizer], object], *, is_compiled: bool) -> Layers:
@@ -62,10 +63,6 @@ def _updated() -> None:
     for change in (fsdp_compile.flat_step, fsdp_compile.step_in_backward):
         for is_compiled in (False, True):
             _assert_equal(run(change, is_compiled=is_compiled), expected)
-
-
-def test_optimizers_of_this_package_update_it() -> None:
-    run_ranks(_updated)
 
 
 def test_a_plan_that_would_ask_for_values_is_refused_by_name(fake_world: Callable[..., Any]) -> None:

@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import ConfigError, fully_shard, materialize, units
-from tests.ranks import run_ranks
+from tests import long
+from tests.ranks import on_ranks, run_ranks
 from tests.two_sides import close, compile_eagerly, loss_of
 
 
@@ -34,7 +35,9 @@ class Mixed(nn.Module):
 KEPT = ("kept.0.weight", "kept.0.bias", "kept.1.weight", "kept.1.bias")
 
 
-def _ignored_module() -> None:
+@pytest.mark.core
+@on_ranks()
+def test_an_ignored_module_keeps_its_parameters_and_their_own_gradients() -> None:
     torch.manual_seed(0)
     model = Mixed().eval()
     reference = copy.deepcopy(model)
@@ -58,11 +61,6 @@ def _ignored_module() -> None:
     assert type(model.kept[1].running_mean) is torch.Tensor
     names = {param.name for unit in units(model) for group in unit.groups for param in group.params}
     assert names == {name for name, _ in model.named_parameters()} - set(KEPT)
-
-
-@pytest.mark.core
-def test_an_ignored_module_keeps_its_parameters_and_their_own_gradients() -> None:
-    run_ranks(_ignored_module)
 
 
 def test_ignored_modules_of_ignored_children_are_found_bottom_up(fake_world: Callable[..., Any]) -> None:
@@ -126,7 +124,7 @@ def _check_replaced(way: str, *, is_compiled: bool) -> None:
     assert all(parameter.grad is not None for parameter in whole.parameters())
 
 
-@pytest.mark.parametrize("way", ["materialize", "to_empty", "assign"])
+@long.parametrize("way", ["materialize", "to_empty", "assign"], always=["materialize"])
 def test_new_objects_of_ignored_parameters_are_ignored(way: str) -> None:
     run_ranks(_check_replaced, way, is_compiled=False)
     run_ranks(_check_replaced, way, is_compiled=True)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import fsdp_compile
 from fsdp_compile import ConfigError, fully_shard
 from tests.models.spmd import WIDTH, Spmd
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 from tests.two_sides import compile_eagerly
 
 Dims: Any = getattr(torch.distributed.fsdp, "DataParallelMeshDims", None)
@@ -27,7 +27,9 @@ needs_dims = pytest.mark.skipif(Dims is None, reason="torch has no DataParallelM
 needs_result = pytest.mark.skipif(Result is None, reason="torch has no ShardPlacementResult")
 
 
-def _whole_values_of_spmd() -> None:
+@needs_dims
+@on_ranks(world_size=4)
+def test_whole_values_and_norms_of_a_model_over_a_whole_mesh() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tp"))
     torch.manual_seed(0)
     plain = Spmd(1)
@@ -57,11 +59,6 @@ def _whole_values_of_spmd() -> None:
     assert torch.equal(held.full_tensor(), 2 * expected["layers.0.up.weight"])
 
 
-@needs_dims
-def test_whole_values_and_norms_of_a_model_over_a_whole_mesh() -> None:
-    run_ranks(_whole_values_of_spmd, world_size=4)
-
-
 class _Positioned(nn.Module):
     """A parameter of no dimensions, and one of which each rank of "cp" uses some rows."""
 
@@ -79,7 +76,9 @@ class _Positioned(nn.Module):
         return torch.tanh(x + self.position) * self.weight * self.scale
 
 
-def _positions() -> None:
+@needs_dims
+@on_ranks(world_size=4)
+def test_a_gradient_that_is_split_over_a_data_parallel_dimension() -> None:
     """Batches are split over "dp", sequences over "cp"; FSDP2 takes the split gradient for one with partial sums."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     reference, model = _Positioned(), _Positioned(mesh)
@@ -94,11 +93,6 @@ def _positions() -> None:
         torch.testing.assert_close(mine.full_tensor(), parameter.grad, msg=name)
 
 
-@needs_dims
-def test_a_gradient_that_is_split_over_a_data_parallel_dimension() -> None:
-    run_ranks(_positions, world_size=4)
-
-
 class _Two(nn.Module):
     """Parameters of one module that belong to two meshes."""
 
@@ -111,7 +105,9 @@ class _Two(nn.Module):
         return self.expert(self.dense(x)) * self.scale
 
 
-def _two_meshes() -> list[Any]:
+@needs_result
+@on_ranks(world_size=4)
+def test_parameters_of_one_module_on_two_meshes() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
     every = init_device_mesh("cpu", (4,), mesh_dim_names=("every",))
     info = _fsdp_common.FSDPMeshInfo(mesh["dp"], shard_mesh_dim=0)
@@ -139,14 +135,9 @@ def _two_meshes() -> list[Any]:
     assert model.scale.grad is not None
     values = [torch.zeros(()) for _ in range(4)]
     dist.all_gather(values, model.scale.grad)
-    return [units, [v.item() for v in values]]
-
-
-@needs_result
-def test_parameters_of_one_module_on_two_meshes() -> None:
-    for units, scales in run_ranks(_two_meshes, world_size=4):
-        assert units == [("0.dense.bias", 4), ("0.dense.weight", 4), ("0.expert.weight", 2)]
-        assert scales[0] == scales[2] != scales[1] == scales[3]  # averaged over "dp" alone
+    units, scales = [units, [v.item() for v in values]]
+    assert units == [("0.dense.bias", 4), ("0.dense.weight", 4), ("0.expert.weight", 2)]
+    assert scales[0] == scales[2] != scales[1] == scales[3]  # averaged over "dp" alone
 
 
 def test_a_strategy_and_dimensions_say_the_same_twice(fake_world: Callable[..., Any]) -> None:

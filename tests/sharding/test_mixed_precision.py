@@ -22,9 +22,10 @@ from fsdp_compile import ConfigError, MixedPrecision, backend, fully_shard, mate
 from fsdp_compile._torch.distributed import cast
 from fsdp_compile.config.policy import as_mixed_precision, as_offload
 from fsdp_compile.ir.graph import Role, StepGraph
+from tests import long
 from tests.fake_world import fake_world
 from tests.models.kinds import WIDTH
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 from tests.two_sides import compile_eagerly
 
 BF16 = torch.bfloat16
@@ -170,7 +171,13 @@ class _Table(nn.Module):
         return x * self.table
 
 
-def _values_given(source: str) -> None:
+@long.parametrize(
+    "source",
+    ["first", "first, others on meta", "first, after a call", "initialized", "loaded"],
+    always=["first, others on meta"],
+)
+@on_ranks()
+def test_what_buffers_are_given_is_not_rounded(source: str) -> None:
     policy = MixedPrecision(BF16, torch.float32, buffer_dtype=BF16, full_precision_in_eval=True)
     rank = dist.get_rank()
     with torch.device("meta" if source == "initialized" or (source == "first, others on meta" and rank) else "cpu"):
@@ -190,11 +197,6 @@ def _values_given(source: str) -> None:
     assert torch.equal(compiled.train()(torch.ones(4)), exact.to(BF16))
     model[0].table.fill_(2 / 3)
     assert torch.equal(compiled.eval()(torch.ones(4)), torch.full((4,), 2 / 3).to(BF16).float())
-
-
-@pytest.mark.parametrize("source", ["first", "first, others on meta", "first, after a call", "initialized", "loaded"])
-def test_what_buffers_are_given_is_not_rounded(source: str) -> None:
-    run_ranks(_values_given, source)
 
 
 class Sees(nn.Linear):

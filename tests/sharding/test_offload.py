@@ -16,7 +16,7 @@ import fsdp_compile
 from fsdp_compile import fully_shard
 from fsdp_compile.config.policy import as_offload
 from tests.models.kinds import Stack
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 from tests.two_sides import WithOneProcess, compare_gradients
 
 
@@ -28,7 +28,8 @@ def test_policies_of_both_fsdps_are_understood() -> None:
     assert as_offload(None) == OffloadPolicy()
 
 
-def _accumulated() -> None:
+@on_ranks()
+def test_gradients_add_up_and_norm_state_and_checkpoints_stay_on_the_host() -> None:
     shard = functools.partial(fully_shard, offload_policy=CPUOffloadPolicy(pin_memory=False))
     pair = WithOneProcess(lambda: nn.Linear(8, 4, bias=False), shard=shard, shape=8, twice=False)
     for _ in range(2):  # FSDP1 keeps the last gradient only
@@ -41,10 +42,6 @@ def _accumulated() -> None:
     optimizer.step()
     state: list[Any] = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
     assert {v.device for v in [norm, *state, *model.state_dict().values()]} == {torch.device("cpu")}
-
-
-def test_gradients_add_up_and_norm_state_and_checkpoints_stay_on_the_host() -> None:
-    run_ranks(_accumulated)
 
 
 @pytest.mark.optional

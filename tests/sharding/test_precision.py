@@ -17,7 +17,7 @@ from fsdp_compile._torch import fully_shard_calls as private
 from fsdp_compile.config.policy import MixedPrecision
 from fsdp_compile.sharding.arguments import ShardingSettings
 from fsdp_compile.sharding.fully_shard import fully_shard
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 from tests.sharding.models import Block, Model, made, train_alike
 
 
@@ -38,7 +38,16 @@ def _names(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
 
 
-def _excluded(policy: Any) -> bool:
+@pytest.mark.parametrize(
+    "policy",
+    [
+        pytest.param(MixedPrecision(torch.bfloat16), marks=pytest.mark.long),
+        FSDP1MixedPrecision(torch.bfloat16),
+    ],
+    ids=["ours", "fsdp1"],
+)
+@on_ranks()
+def test_excluded_modules_compute_in_their_own_dtype(policy: Any) -> None:
     model: Any = made(_Normed)
     fully_shard(model, mp_policy=policy)
     assert _names(model) == ["", "bn"]
@@ -49,14 +58,9 @@ def _excluded(policy: Any) -> bool:
     model(torch.randn(3, 4)).float().sum().backward()
     low, high = torch.bfloat16, torch.float32
     # Inside of its forward alone the unit is gathered.
-    return model.seen == [low, high, high, low] and inputs == [high] and model.bn.weight.grad.dtype is high
-
-
-@pytest.mark.parametrize(
-    "policy", [MixedPrecision(torch.bfloat16), FSDP1MixedPrecision(torch.bfloat16)], ids=["ours", "fsdp1"]
-)
-def test_excluded_modules_compute_in_their_own_dtype(policy: Any) -> None:
-    assert run_ranks(_excluded, policy) == [True, True]
+    assert model.seen == [low, high, high, low]
+    assert inputs == [high]
+    assert model.bn.weight.grad.dtype is high
 
 
 def test_fsdp2s_policy_excludes_nothing(fake_world: Callable[..., Any]) -> None:
@@ -123,7 +127,8 @@ def test_buffers_are_cast_once_and_saved_as_they_were(fake_world: Callable[..., 
         assert torch.equal(model.third, (exact * 4).bfloat16())
 
 
-def _fsdp1() -> None:
+@on_ranks()
+def test_fsdp1s_policy_trains_as_fsdp2s() -> None:
     ours, theirs = made(), made()
     fully_shard(ours, mp_policy=FSDP1MixedPrecision(torch.bfloat16, torch.float32))
     inside = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
@@ -131,10 +136,6 @@ def _fsdp1() -> None:
         fsdp2(part, mp_policy=inside)
     fsdp2(theirs, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     train_alike(ours, theirs)
-
-
-def test_fsdp1s_policy_trains_as_fsdp2s() -> None:
-    run_ranks(_fsdp1)
 
 
 def test_what_fsdp2_has_no_place_for_is_kept_with_each_unit(fake_world: Callable[..., Any]) -> None:

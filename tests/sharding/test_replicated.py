@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -12,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch import fully_shard_calls as private
 from fsdp_compile.sharding.fully_shard import fully_shard
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.sharding.models import Model, batch, made, world_batch
 
 
@@ -32,13 +33,15 @@ def _expected(steps: int = 1) -> torch.Tensor:
     return gradient
 
 
-def _kinds() -> list[bool]:
-    model = fully_shard(_scaled())
-    return [isinstance(p, DTensor) for p in (model.scale, model.empty, model.count, model.head.weight)]
-
-
+@on_ranks()
 def test_they_stay_plain() -> None:
-    assert run_ranks(_kinds) == [[False, False, False, True]] * 2
+    model = fully_shard(_scaled())
+    assert [isinstance(p, DTensor) for p in (model.scale, model.empty, model.count, model.head.weight)] == [
+        False,
+        False,
+        False,
+        True,
+    ]
 
 
 def _no_sync(mesh: tuple[int, ...]) -> bool:
@@ -59,17 +62,15 @@ def test_gradients_wait_for_a_backward_that_reduces() -> None:
     assert run_ranks(_no_sync, (2, 2), world_size=4) == [True] * 4
 
 
-def _factor() -> bool:
+@pytest.mark.long
+@on_ranks()
+def test_the_divide_factor_of_the_unit_counts() -> None:
     model = fully_shard(_scaled())
     for part in (model.embed, *model.blocks, model.head, model):
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sums
     _backward(model, batch(0))
-    return torch.allclose(model.scale.grad, _expected() * dist.get_world_size(), atol=1e-6)
-
-
-def test_the_divide_factor_of_the_unit_counts() -> None:
-    assert run_ranks(_factor) == [True, True]
+    assert torch.allclose(model.scale.grad, _expected() * dist.get_world_size(), atol=1e-6)
 
 
 class _Scales(nn.Module):
@@ -126,7 +127,8 @@ def test_one_message_per_backward() -> None:
     assert run_ranks(_one_message, bottom_up=True) == [(True, 1)] * 2
 
 
-def _replaced() -> bool:
+@on_ranks()
+def test_those_that_are_replaced_later_are_averaged_too() -> None:
     with torch.device("meta"):
         model = fully_shard(_scaled())
     model.to_empty(device="cpu")
@@ -139,18 +141,16 @@ def _replaced() -> bool:
     _backward(model, batch(0))
     grads = [torch.zeros(()) for _ in range(dist.get_world_size())]
     dist.all_gather(grads, model.scale.grad)
-    return torch.equal(*grads) and bool(grads[0] != 0)
-
-
-def test_those_that_are_replaced_later_are_averaged_too() -> None:
-    assert run_ranks(_replaced) == [True, True]
+    assert torch.equal(*grads)
+    assert bool(grads[0] != 0)
 
 
 def _gradient(model: Any) -> Any:
     return model.scale.grad
 
 
-def _frozen() -> bool:
+@on_ranks()
+def test_a_frozen_one_may_be_trained_later() -> None:
     model = _scaled()
     model.scale.requires_grad = False
     fully_shard(model)
@@ -160,14 +160,12 @@ def _frozen() -> bool:
     model.scale.requires_grad_()
     model.zero_grad()
     _backward(model, batch(0))
-    return torch.allclose(model.scale.grad, _expected(), atol=1e-6)
+    assert torch.allclose(model.scale.grad, _expected(), atol=1e-6)
 
 
-def test_a_frozen_one_may_be_trained_later() -> None:
-    assert run_ranks(_frozen) == [True, True]
-
-
-def _failed() -> bool:
+@pytest.mark.long
+@on_ranks()
+def test_after_a_backward_that_failed() -> None:
     model = fully_shard(_scaled())
     loss = model(batch(0)).square().mean()
     handle = model.embed.weight  # not reached: the hook of an activation fails first
@@ -180,18 +178,12 @@ def _failed() -> bool:
         model.reset_iter_state()
     model.zero_grad()
     _backward(model, batch(0))
-    return torch.allclose(model.scale.grad, _expected(), atol=1e-6)
+    assert torch.allclose(model.scale.grad, _expected(), atol=1e-6)
 
 
-def test_after_a_backward_that_failed() -> None:
-    assert run_ranks(_failed) == [True, True]
-
-
-def _settings() -> bool:
+@on_ranks()
+def test_the_call_knows_them() -> None:
     model = fully_shard(_scaled())
     note = private.note_of(model)
-    return list(note.params()) == [model.scale, model.empty, model.count] and private.note_of(model.blocks[0]) is None
-
-
-def test_the_call_knows_them() -> None:
-    assert run_ranks(_settings) == [True, True]
+    assert list(note.params()) == [model.scale, model.empty, model.count]
+    assert private.note_of(model.blocks[0]) is None

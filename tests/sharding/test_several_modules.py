@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -14,9 +13,9 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor
 
 import fsdp_compile
-from fsdp_compile import ConfigError, fully_shard, units
+from fsdp_compile import fully_shard, units
 from tests import long
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 from tests.two_sides import Run, WithOneProcess, close
 
 
@@ -68,27 +67,14 @@ def test_a_list_of_one_is_one_unit_and_is_not_split(fake_world: Callable[..., An
         assert [isinstance(part, FSDPModule) for part in model.modules()] == [True, *[False] * 9]
 
 
-def test_wrong_lists_are_refused(fake_world: Callable[..., Any]) -> None:
-    with fake_world(2):
-        first, second = nn.Linear(4, 4), nn.Linear(4, 4)
-        with pytest.raises(ConfigError, match="the list is empty"):
-            fully_shard([])
-        with pytest.raises(ConfigError, match=r"int is not a torch.nn.Module"):
-            fully_shard([first, 3])  # type: ignore[type-var]
-        with pytest.raises(ConfigError, match="a wrap policy would choose others"):
-            fully_shard([first, second], auto_wrap_policy=lambda *_, **__: True)
-        fully_shard(first)
-        with pytest.raises(AssertionError, match="can only be applied to a module once"):  # FSDP2's own
-            fully_shard([second, first])
-        assert type(second) is nn.Linear
-
-
 def _shard(model: Any) -> None:
     fully_shard([model.norm, model.head])
     fully_shard(model)  # FSDP2 wants one outermost module
 
 
-def _check(*, compiled: bool) -> None:
+@long.parametrize("compiled", [False, True], always=[True])
+@on_ranks()
+def test_training_equals_one_process(*, compiled: bool) -> None:
     how = Run.SHARDED if compiled else Run.EAGER
     adam = functools.partial(torch.optim.Adam, lr=0.05, eps=1e-3)
     pair = WithOneProcess(_Headed, how, _shard, optimizer=adam, twice=False)
@@ -106,12 +92,8 @@ def _check(*, compiled: bool) -> None:
         close(pair.model.head.weight, pair.reference.head.weight, "full")
 
 
-@long.parametrize("compiled", [False, True], always=[True])
-def test_training_equals_one_process(*, compiled: bool) -> None:
-    run_ranks(_check, compiled=compiled)
-
-
-def _check_casts() -> None:
+@on_ranks()
+def test_each_module_casts_its_own_inputs_and_output() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
     outputs = []
     for shard in (fsdp2, fully_shard):
@@ -122,7 +104,3 @@ def _check_casts() -> None:
         outputs.append(model(torch.ones(2, 6)))
     assert outputs[0].dtype is torch.float64
     assert torch.equal(*outputs)
-
-
-def test_each_module_casts_its_own_inputs_and_output() -> None:
-    run_ranks(_check_casts)

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import fsdp_compile
 from fsdp_compile import EMA, fully_shard
 from tests.models.tensor_parallel import VOCABULARY, Llama, split
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.two_sides import compile_eagerly, whole
 
 
@@ -76,7 +76,8 @@ def _assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tens
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
 
 
-def _whole_values() -> None:
+@on_ranks(world_size=4)
+def test_whole_values() -> None:
     reference, reference_optimizer = _trained(_plain())
     expected = {name: p.detach() for name, p in reference.named_parameters()}
     model, optimizer = _trained(_sharded(_world()))
@@ -95,11 +96,9 @@ def _whole_values() -> None:
     assert loaded["state"]
 
 
-def test_whole_values() -> None:
-    run_ranks(_whole_values, world_size=4)
-
-
-def _full_params() -> None:
+@pytest.mark.long
+@on_ranks(world_size=4)
+def test_full_params_are_what_they_were_before() -> None:
     model = _sharded(_world())
     before = _values(model)
     with fsdp_compile.full_params(model):
@@ -113,10 +112,6 @@ def _full_params() -> None:
                 parameter.mul_(2)
     torch.testing.assert_close(loss.detach(), _plain()(_batch()).detach())
     _assert_close(_values(model), {name: 2 * value for name, value in before.items()})
-
-
-def test_full_params_are_what_they_were_before() -> None:
-    run_ranks(_full_params, world_size=4)
 
 
 def _checkpoints(folder: str) -> None:
@@ -143,7 +138,9 @@ def test_checkpoints_are_loaded_over_other_meshes() -> None:
         run_ranks(_checkpoints, folder, world_size=4)
 
 
-def _full_state_from_first() -> None:
+@pytest.mark.long
+@on_ranks(world_size=4)
+def test_full_state_of_the_first_rank() -> None:
     source, _ = _trained(_plain(seed=3))
     model = _sharded(_world())
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -152,11 +149,9 @@ def _full_state_from_first() -> None:
     _assert_close(_values(model), {name: p.detach() for name, p in source.named_parameters()})
 
 
-def test_full_state_of_the_first_rank() -> None:
-    run_ranks(_full_state_from_first, world_size=4)
-
-
-def _other_steps() -> None:
+@pytest.mark.long
+@on_ranks(world_size=4)
+def test_other_steps() -> None:
     reference, _ = _trained(_plain())
     expected = {name: p.detach() for name, p in reference.named_parameters()}
     for wrap in (fsdp_compile.flat_step, fsdp_compile.whole_step, fsdp_compile.step_in_backward):
@@ -167,11 +162,9 @@ def _other_steps() -> None:
         _assert_close(_values(model), expected)
 
 
-def test_other_steps() -> None:
-    run_ranks(_other_steps, world_size=4)
-
-
-def _average() -> None:
+@pytest.mark.long
+@on_ranks(world_size=4)
+def test_average() -> None:
     model = _sharded(_world())
     ema = EMA(model, decay=0.5)
     ema.update()
@@ -190,11 +183,8 @@ def _average() -> None:
 
 
 @pytest.mark.long
-def test_average() -> None:
-    run_ranks(_average, world_size=4)
-
-
-def _changed_later() -> None:
+@on_ranks(world_size=4)
+def test_dtypes_and_frozen_parameters() -> None:
     model = _sharded(_world())
     before = _values(model)
     call: Any = compile_eagerly(model)
@@ -211,11 +201,8 @@ def _changed_later() -> None:
 
 
 @pytest.mark.long
-def test_dtypes_and_frozen_parameters() -> None:
-    run_ranks(_changed_later, world_size=4)
-
-
-def _on_meta() -> None:
+@on_ranks(world_size=4)
+def test_a_model_on_meta() -> None:
     world = _world()
     expected: dict[str, Any] = _values(_sharded(world))
     with torch.device("meta"):
@@ -230,22 +217,18 @@ def _on_meta() -> None:
     _assert_close(_values(model), expected)
 
 
-def test_a_model_on_meta() -> None:
-    run_ranks(_on_meta, world_size=4)
-
-
-def _first_ranks_values() -> None:
+@pytest.mark.long
+@on_ranks(world_size=4)
+def test_first_ranks_values() -> None:
     world = _world()
     # Ranks that are replicas of a part start with other values; those of one model have the same.
     model = _sharded(world, seed=world["dp"].get_local_rank(), sync_module_states=True)
     _assert_close(_values(model), {name: p.detach() for name, p in _plain(0).named_parameters()})
 
 
-def test_first_ranks_values() -> None:
-    run_ranks(_first_ranks_values, world_size=4)
-
-
-def _by_hand() -> None:
+@pytest.mark.long
+@on_ranks(world_size=4)
+def test_parameters_that_were_split_by_hand() -> None:
     """Replicated parameters, and one that a user has split by hand."""
     world = _world()
     torch.manual_seed(0)
@@ -264,7 +247,3 @@ def _by_hand() -> None:
         torch.testing.assert_close(whole(found.grad), expected.grad)
     expected_norm = nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
     torch.testing.assert_close(fsdp_compile.clip_grad_norm_(model, 1e9), expected_norm)
-
-
-def test_parameters_that_were_split_by_hand() -> None:
-    run_ranks(_by_hand, world_size=4)

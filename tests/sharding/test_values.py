@@ -18,8 +18,9 @@ from fsdp_compile.errors import ConfigError, RankMismatchError
 from fsdp_compile.sharding import fully_shard as front
 from fsdp_compile.sharding.fully_shard import fully_shard
 from fsdp_compile.sharding.materialize import materialize
-from tests.ranks import run_ranks
-from tests.sharding.models import Block, Model, full, made, same, train_alike, train_near_one_process
+from tests import long
+from tests.ranks import on_ranks, run_ranks
+from tests.sharding.models import Block, Model, full, made, same, train_near_one_process
 
 
 class _Frequencies(nn.Module):
@@ -64,21 +65,18 @@ def _sync(mesh: tuple[int, ...], *, on_meta: bool) -> None:
     train_near_one_process(model, made(_Module), 1)
 
 
-@pytest.mark.parametrize("on_meta", [False, True])
+@long.parametrize("on_meta", [False, True], always=[True])
 def test_the_first_ranks_values_are_sent(*, on_meta: bool) -> None:
     run_ranks(_sync, (2,), on_meta=on_meta)
     run_ranks(_sync, (2, 2), on_meta=on_meta, world_size=4)
 
 
-def _sync_ignored() -> bool:
+@on_ranks()
+def test_ignored_parameters_are_not_sent() -> None:
     model = made(_Module, seed=dist.get_rank())
     kept = model.head.weight.clone()
     fully_shard(model, sync_module_states=True, ignored_params=[model.head.weight])
-    return torch.equal(model.head.weight, kept)
-
-
-def test_ignored_parameters_are_not_sent() -> None:
-    assert run_ranks(_sync_ignored) == [True, True]
+    assert torch.equal(model.head.weight, kept)
 
 
 def _mismatch() -> str:
@@ -121,7 +119,7 @@ def _init(init: Callable[[nn.Module], None], *, seeds: int, tied: bool, offload:
     train_near_one_process(model, alone, 1)
 
 
-@pytest.mark.parametrize("init", [_reset, _to_empty])
+@long.parametrize("init", [_reset, _to_empty], always=[_to_empty])
 def test_param_init_fn_gives_what_one_process_has(init: Any) -> None:
     run_ranks(_init, init, seeds=0, tied=False, offload=False)
 
@@ -130,7 +128,8 @@ def test_the_first_ranks_initialization_counts() -> None:
     run_ranks(_init, _reset, seeds=1, tied=True, offload=True)
 
 
-def _later() -> bool:
+@on_ranks()
+def test_without_it_meta_stays_meta_until_materialize() -> None:
     with torch.device("meta"):
         model = fully_shard(_Module())
     assert all(p.is_meta for p in model.parameters())
@@ -143,14 +142,12 @@ def _later() -> bool:
     alone = _Module()
     torch.manual_seed(7)
     alone.apply(_reset)
-    return same(_values(model), _values(alone)) and same(_values(optimized), _values(made(_Module, seed=3)))
+    assert same(_values(model), _values(alone))
+    assert same(_values(optimized), _values(made(_Module, seed=3)))
 
 
-def test_without_it_meta_stays_meta_until_materialize() -> None:
-    assert run_ranks(_later) == [True, True]
-
-
-def _largest() -> int:
+@on_ranks()
+def test_one_module_is_full_at_a_time() -> None:
     """The most elements that an initialization found in memory at once, beyond this rank's shards."""
     with torch.device("meta"):
         model = Model()
@@ -163,25 +160,19 @@ def _largest() -> int:
         _reset(module)
 
     fully_shard(model, param_init_fn=init)
-    return most
+    assert most == 6 * 13 + 13
 
 
-def test_one_module_is_full_at_a_time() -> None:
-    assert run_ranks(_largest) == [6 * 13 + 13] * 2
-
-
-def _half_meta() -> bool:
+@on_ranks()
+def test_what_has_a_value_keeps_it() -> None:
     model = made()
     model.blocks[0].norm.weight = nn.Parameter(torch.empty(6, device="meta"))
     kept = model.blocks[0].norm.bias.detach().clone().fill_(3)
     model.blocks[0].norm.bias.data.fill_(3)
     fully_shard(model, param_init_fn=_to_empty)
     found = model.blocks[0].norm
-    return torch.equal(found.bias.full_tensor(), kept) and bool((found.weight.full_tensor() == 1).all())
-
-
-def test_what_has_a_value_keeps_it() -> None:
-    assert run_ranks(_half_meta) == [True, True]
+    assert torch.equal(found.bias.full_tensor(), kept)
+    assert bool((found.weight.full_tensor() == 1).all())
 
 
 def test_initializations_that_leave_something_are_refused(fake_world: Callable[..., Any]) -> None:
@@ -206,21 +197,6 @@ def test_initializations_that_leave_something_are_refused(fake_world: Callable[.
             bare.weight = nn.Parameter(torch.empty(4))
         with pytest.raises(ConfigError, match="no reset_parameters"):
             materialize(fully_shard(bare))
-
-
-def _trains_after_init() -> None:
-    with torch.device("meta"):
-        model = _Module()
-    torch.manual_seed(7)
-    fully_shard(model, param_init_fn=_reset)
-    other = _Module()
-    torch.manual_seed(7)
-    other.apply(_reset)
-    train_alike(model, fully_shard(other))
-
-
-def test_it_trains_as_a_model_that_was_never_on_meta() -> None:
-    run_ranks(_trains_after_init)
 
 
 def _in_memory() -> list[nn.Parameter]:

@@ -22,7 +22,7 @@ import fsdp_compile
 from fsdp_compile import ConfigError, fully_shard
 from tests import long
 from tests.models.kinds import WIDTH, Block, Stack
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 from tests.two_sides import close, compile_eagerly
 
 Call = Callable[[torch.Tensor], torch.Tensor]
@@ -57,7 +57,8 @@ def _trained_by_ddp(steps: int) -> tuple[DistributedDataParallel, torch.optim.Op
     return wrapped, optimizer
 
 
-def _out_of_ddp() -> None:
+@on_ranks()
+def test_ddps_module_goes_on_where_it_stopped() -> None:
     expected, _ = _trained_by_ddp(4)
     wrapped, optimizer = _trained_by_ddp(2)
     with pytest.raises(ConfigError, match="DistributedDataParallel averages gradients by itself"):
@@ -70,10 +71,6 @@ def _out_of_ddp() -> None:
     mine = _full(model)
     for name, parameter in expected.module.named_parameters():
         close(mine[name], parameter, name)
-
-
-def test_ddps_module_goes_on_where_it_stopped() -> None:
-    run_ranks(_out_of_ddp)
 
 
 FSDP1: dict[str, dict[str, Any]] = {
@@ -95,7 +92,9 @@ def _trained_by_fsdp1(settings: dict[str, Any], steps: int) -> tuple[FullySharde
     return wrapped, optimizer
 
 
-def _out_of_fsdp1(case: str) -> set[str]:
+@long.parametrize("case", FSDP1, always=["bf16"])
+@on_ranks()
+def test_fsdp1s_arguments_have_its_units_policies_and_state(case: str) -> None:
     settings = FSDP1[case]
     wrapped, optimizer = _trained_by_fsdp1(settings, 2)
     model = _stack()
@@ -120,7 +119,8 @@ def _out_of_fsdp1(case: str) -> set[str]:
                 torch.testing.assert_close(values[plain], parameter.detach(), rtol=1e-2, atol=2e-3)
             else:
                 close(values[plain], parameter, plain)
-    return {name for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+    found = {name for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+    assert found == UNITS[case]
 
 
 UNITS = {
@@ -129,9 +129,3 @@ UNITS = {
     "bf16": {"", "blocks.0", "blocks.0.norm", "blocks.1", "blocks.1.norm"},
     "whole": {"", "blocks.0", "blocks.1", "head"},  # no policy: the automatic split
 }
-
-
-@long.parametrize("case", FSDP1, always=["bf16"])
-def test_fsdp1s_arguments_have_its_units_policies_and_state(case: str) -> None:
-    for found in run_ranks(_out_of_fsdp1, case):
-        assert found == UNITS[case]

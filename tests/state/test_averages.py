@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from fsdp_compile import fully_shard
 from tests import long
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 from tests.two_sides import compile_eagerly
 
 
@@ -98,7 +98,10 @@ def _full(model: nn.Module) -> list[torch.Tensor]:
     return [value.full_tensor() if hasattr(value, "full_tensor") else value.detach() for value in found]
 
 
-def _check(how: Average, *, compiled: bool) -> None:
+@long.parametrize("compiled", [False, True], always=[False])
+@long.parametrize("how", Average, always=[Average.MOVING])
+@on_ranks()
+def test_averages_equal_one_process(how: Average, *, compiled: bool) -> None:
     mine = _trained(how, sharded=True, compiled=compiled)
     theirs = _trained(how, sharded=False, compiled=False)
     for one, other in zip(_full(mine), _full(theirs), strict=True):
@@ -107,18 +110,9 @@ def _check(how: Average, *, compiled: bool) -> None:
     torch.testing.assert_close(mine.eval()(batch), theirs.eval()(batch))
 
 
-@long.parametrize("compiled", [False, True], always=[False])
-@long.parametrize("how", Average, always=[Average.MOVING])
-def test_averages_equal_one_process(*, how: Average, compiled: bool) -> None:
-    run_ranks(_check, how, compiled=compiled)
-
-
-def _check_refused() -> None:
+@on_ranks()
+def test_copies_of_sharded_models_are_refused() -> None:
     model = fully_shard(_model())
     for copied in (copy.deepcopy, AveragedModel):
         with pytest.raises(AssertionError, match="does not support deepcopy"):  # FSDP2's own
             copied(model)
-
-
-def test_copies_of_sharded_models_are_refused() -> None:
-    run_ranks(_check_refused)

@@ -21,8 +21,9 @@ from fsdp_compile import MixedPrecision
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.state.ema import EMA
 from fsdp_compile.state.full_params import full_params
+from tests import long
 from tests.fsdp2.models import assert_same, batch, made, sharded
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.two_sides import whole
 
 DECAY = 0.8
@@ -84,7 +85,7 @@ def ema_values(theirs: AveragedModel) -> dict[str, Any]:
     return {**theirs.state_dict(), "n_averaged": torch.tensor(0)}
 
 
-@pytest.mark.parametrize("shape", [(2,), (2, 2)])
+@long.parametrize("shape", [(2,), (2, 2)], always=[(2, 2)])
 def test_averages_equal_those_of_torch_in_one_process(shape: tuple[int, ...]) -> None:
     run_ranks(_check_updates, shape, world_size=torch.Size(shape).numel())
 
@@ -127,7 +128,8 @@ def test_saved_at_two_ranks_and_loaded_at_any(tmp_path: Path) -> None:
         run_ranks(_load, tmp_path, world_size=world_size)
 
 
-def _check_resumed() -> None:
+@on_ranks()
+def test_resumed_training_goes_on_bit_for_bit() -> None:
     model, ema, optimizer = _trained(2)
     resumed_model = sharded(1)
     resumed = EMA(resumed_model, DECAY)
@@ -141,11 +143,8 @@ def _check_resumed() -> None:
     assert_same(resumed.full_state_dict(), ema.full_state_dict())
 
 
-def test_resumed_training_goes_on_bit_for_bit() -> None:
-    run_ranks(_check_resumed)
-
-
-def _check_cast_buffers() -> None:
+@on_ranks()
+def test_buffers_that_are_cast_keep_their_precision() -> None:
     model: Any = nn.Linear(4, 4)
     shift = torch.randn(4)
     model.register_buffer("shift", shift.clone())
@@ -160,10 +159,6 @@ def _check_cast_buffers() -> None:
     assert not torch.equal(ema.state_dict()["module.shift"], shift)
 
 
-def test_buffers_that_are_cast_keep_their_precision() -> None:
-    run_ranks(_check_cast_buffers)
-
-
 class WithExtraState(nn.Linear):
     """Has a state that is no tensor."""
 
@@ -176,7 +171,8 @@ class WithExtraState(nn.Linear):
         self.scale = state["scale"]
 
 
-def _check_extra_state() -> None:
+@on_ranks()
+def test_extra_state_is_the_models() -> None:
     model: Any = fully_shard(nn.Sequential(WithExtraState(4, 4)))
     ema = EMA(model, DECAY)
     ema.update()
@@ -187,11 +183,8 @@ def _check_extra_state() -> None:
     assert ema.state_dict()["module.0._extra_state"] == {"scale": 2.0}, "the model's"
 
 
-def test_extra_state_is_the_models() -> None:
-    run_ranks(_check_extra_state)
-
-
-def _check_refused() -> None:
+@on_ranks()
+def test_wrong_uses_are_refused_before_anything_is_changed() -> None:
     model, ema, _ = _trained(1)
     with pytest.raises(ConfigError, match=r"a decay is 1\.5"):
         EMA(model, 1.5)
@@ -221,7 +214,3 @@ def _check_refused() -> None:
     model.blocks[0].register_forward_hook(lambda *_: ema.update())
     with pytest.raises(ConfigError, match=r"EMA.update\(\) in a forward"):
         model(batch())
-
-
-def test_wrong_uses_are_refused_before_anything_is_changed() -> None:
-    run_ranks(_check_refused)

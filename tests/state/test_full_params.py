@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor
 from fsdp_compile.errors import ConfigError, RankMismatchError
 from fsdp_compile.state.full_params import full_params
 from fsdp_compile.state.full_tensors import full_tensors
+from tests import long
 from tests.fsdp2.models import batch, made, mesh_of, sharded
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.two_sides import whole
 
 
@@ -70,7 +71,7 @@ def _check_view(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(model(batch()), reference(batch()))
 
 
-@pytest.mark.parametrize("shape", [(1,), (2,), (2, 2)])
+@long.parametrize("shape", [(1,), (2,), (2, 2)], always=[(2, 2)])
 def test_everything_is_full_inside_and_what_was_written_is_kept(shape: tuple[int, ...]) -> None:
     run_ranks(_check_view, shape, world_size=torch.Size(shape).numel())
 
@@ -111,7 +112,8 @@ def _to_meta(model: Any, new: torch.Tensor) -> None:
     model.first.weight = nn.Parameter(new.to("meta"))
 
 
-def _check_tied_places() -> None:
+@on_ranks(timeout_s=60)
+def test_a_change_at_any_place_of_a_tied_parameter_counts_or_is_refused_on_all_ranks() -> None:
     """What is put at one place of a tied parameter is at all of them; what cannot be kept is an error on all ranks."""
     new = torch.full((6, 6), 7.0)
     new[0] = torch.nan
@@ -146,11 +148,9 @@ def _check_tied_places() -> None:
                 assert list(dict(model.named_parameters())) == order
 
 
-def test_a_change_at_any_place_of_a_tied_parameter_counts_or_is_refused_on_all_ranks() -> None:
-    run_ranks(_check_tied_places, timeout_s=60)
-
-
-def _check_replaced_outside(where: str) -> None:
+@pytest.mark.parametrize("where", ["full_params", "full_tensors"])
+@on_ranks(timeout_s=60)
+def test_what_ranks_have_replaced_otherwise_is_refused_on_all_of_them(where: str) -> None:
     """By ranks in different modules, or by one alone: they would gather different parameters together."""
     for ranks in ((0, 1), (0,)):
         model = sharded()
@@ -173,7 +173,8 @@ def _check_replaced_outside(where: str) -> None:
         assert type(model.blocks[1].up.weight) is nn.Parameter
 
 
-def _check_replaced_on_another_mesh() -> None:
+@on_ranks(world_size=4, timeout_s=60)
+def test_ranks_of_another_mesh_do_not_wait_for_those_that_differ() -> None:
     """Ranks 0 and 1 differ on a mesh of theirs; 2 and 3 share another one with them."""
     parts: Any = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
     fully_shard(parts[0], mesh=mesh_of((2, 2))["shard"])
@@ -185,16 +186,8 @@ def _check_replaced_on_another_mesh() -> None:
         next(full_tensors(parts))
 
 
-def test_ranks_of_another_mesh_do_not_wait_for_those_that_differ() -> None:
-    run_ranks(_check_replaced_on_another_mesh, world_size=4, timeout_s=60)
-
-
-@pytest.mark.parametrize("where", ["full_params", "full_tensors"])
-def test_what_ranks_have_replaced_otherwise_is_refused_on_all_of_them(where: str) -> None:
-    run_ranks(_check_replaced_outside, where, timeout_s=60)
-
-
-def _check_attributes_and_own_part() -> None:
+@on_ranks()
+def test_each_rank_keeps_its_own_part_and_attributes_are_kept() -> None:
     model: Any = fully_shard(nn.Linear(3, 4))
     model.weight.tag, model.weight.gone = "before", 1
     with full_params(model), torch.no_grad():
@@ -210,10 +203,6 @@ def _check_attributes_and_own_part() -> None:
     with full_params(model, writeback=False):
         model.weight.tag = "dropped"
     assert model.weight.tag == "inside"
-
-
-def test_each_rank_keeps_its_own_part_and_attributes_are_kept() -> None:
-    run_ranks(_check_attributes_and_own_part)
 
 
 def _check_first_rank(shape: tuple[int, ...]) -> None:
@@ -240,12 +229,13 @@ def _check_first_rank(shape: tuple[int, ...]) -> None:
             torch.testing.assert_close(whole(mine.grad), 2 * theirs.grad, msg=name)
 
 
-@pytest.mark.parametrize("shape", [(2,), (2, 2)])
+@long.parametrize("shape", [(2,), (2, 2)], always=[(2,)])
 def test_the_first_rank_alone_can_hold_and_write(shape: tuple[int, ...]) -> None:
     run_ranks(_check_first_rank, shape, world_size=torch.Size(shape).numel())
 
 
-def _check_gradients() -> None:
+@on_ranks()
+def test_gradients_are_full_and_kept() -> None:
     model, reference = _pair()
     for each in (model, reference):
         each(batch()).square().mean().backward()
@@ -273,11 +263,8 @@ def _check_gradients() -> None:
         model(batch()).square().mean().backward()
 
 
-def test_gradients_are_full_and_kept() -> None:
-    run_ranks(_check_gradients)
-
-
-def _check_parts() -> None:
+@on_ranks(timeout_s=60)
+def test_parts_of_a_model() -> None:
     model, reference = _pair()
     block, other = model.blocks
     model(batch())  # FSDP2 is initialized, which needs all parameters sharded
@@ -302,10 +289,6 @@ def _check_parts() -> None:
     _assert_shards_equal(model, reference)
 
 
-def test_parts_of_a_model() -> None:
-    run_ranks(_check_parts, timeout_s=60)
-
-
 class _Meddling(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -319,7 +302,8 @@ class _Meddling(nn.Module):
         return self.inner(x)
 
 
-def _check_refused() -> None:
+@on_ranks()
+def test_wrong_uses_are_refused_and_exceptions_leave_shards() -> None:
     model: Any = _Meddling()
     fully_shard(model.inner)
     fully_shard(model)
@@ -351,11 +335,8 @@ def _check_refused() -> None:
         pass
 
 
-def test_wrong_uses_are_refused_and_exceptions_leave_shards() -> None:
-    run_ranks(_check_refused)
-
-
-def _check_between() -> None:
+@on_ranks()
+def test_a_look_between_forward_and_backward_is_harmless() -> None:
     """A look at the parameters between forward and backward changes nothing."""
     model, reference = _pair()
     losses = [each(batch()).square().mean() for each in (model, reference)]
@@ -369,11 +350,8 @@ def _check_between() -> None:
             torch.testing.assert_close(whole(mine.grad), theirs[1].grad, msg=name)
 
 
-def test_a_look_between_forward_and_backward_is_harmless() -> None:
-    run_ranks(_check_between)
-
-
-def _check_several_roots() -> None:
+@on_ranks()
+def test_hooks_of_several_modules_that_are_sharded_together_are_off_and_come_back() -> None:
     """One call of `fully_shard` on several modules, whose hooks are others; hooks of the user's own still run."""
     model, reference = made(), made()
     fully_shard([model.first, model.last])
@@ -387,7 +365,3 @@ def _check_several_roots() -> None:
     assert seen == ["own", "own"]
     torch.testing.assert_close(model(batch()), reference(batch()))
     assert seen == ["own", "own", "own", "later"]
-
-
-def test_hooks_of_several_modules_that_are_sharded_together_are_off_and_come_back() -> None:
-    run_ranks(_check_several_roots)

@@ -17,8 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2.shards import own_part, shard_like
 from fsdp_compile.state.full_tensors import full_tensors
+from tests import long
 from tests.fsdp2.models import batch, local, made, mesh_of, sharded
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 
 def _assert_is_state_dict(found: dict[str, torch.Tensor], reference: nn.Module) -> None:
@@ -50,12 +51,13 @@ def _check(shape: tuple[int, ...]) -> None:
     _assert_is_state_dict(dict(full_tensors(model)), reference)
 
 
-@pytest.mark.parametrize("shape", [(1,), (2,), (2, 2)])
+@long.parametrize("shape", [(1,), (2,), (2, 2)], always=[(2, 2)])
 def test_names_and_values_are_those_of_the_plain_model(shape: tuple[int, ...]) -> None:
     run_ranks(_check, shape, world_size=torch.Size(shape).numel())
 
 
-def _check_layouts() -> None:
+@on_ranks(world_size=4)
+def test_parts_of_full_values_are_those_that_fsdp2_has() -> None:
     """Parts of full values, under every layout that FSDP2 makes: of columns, and with tensor parallelism."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
@@ -78,10 +80,6 @@ def _check_layouts() -> None:
         assert torch.equal(shard_like(full, parameter).full_tensor(), full)
     whole = columns.weight.redistribute(placements=[Replicate()])
     assert torch.equal(shard_like(whole.to_local(), whole).to_local(), whole.to_local())
-
-
-def test_parts_of_full_values_are_those_that_fsdp2_has() -> None:
-    run_ranks(_check_layouts, world_size=4)
 
 
 class _Alive(TorchDispatchMode):

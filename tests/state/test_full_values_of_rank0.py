@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from fsdp_compile import fully_shard, materialize
 from tests.fsdp2.models import mesh_of
 from tests.models.meta import full_state, on_meta
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.two_sides import compile_eagerly
 
 
@@ -48,14 +48,11 @@ def _load(mesh: tuple[int, ...], *, meta: bool, compiled: bool) -> None:
     assert model[3].weight is model[2].weight, "as FSDP2 ties what torch has assigned one by one"
 
 
-def _load_all() -> None:
+@on_ranks()
+def test_torch_sends_the_state_dict_of_rank_0() -> None:
     for meta in (False, True):
         for compiled in (False, True):
             _load((2,), meta=meta, compiled=compiled)
-
-
-def test_torch_sends_the_state_dict_of_rank_0() -> None:
-    run_ranks(_load_all)
 
 
 def test_replicas_get_it_too() -> None:

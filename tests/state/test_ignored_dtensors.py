@@ -16,7 +16,7 @@ from fsdp_compile import (
     optim_state_dict_to_load,
 )
 from tests.fsdp2.models import mesh_of
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 from tests.two_sides import whole
 
 
@@ -56,10 +56,7 @@ def _check_optimizer() -> None:
                 assert torch.equal(whole(mine[key]), whole(value)), key
 
 
-def _check_all() -> None:
+@on_ranks()
+def test_full_values_of_ignored_dtensors_are_cut_as_they_are() -> None:
     _check_averages()
     _check_optimizer()
-
-
-def test_full_values_of_ignored_dtensors_are_cut_as_they_are() -> None:
-    run_ranks(_check_all)

@@ -7,7 +7,6 @@ import copy
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -30,12 +29,10 @@ from fsdp_compile import (
     rekey_optim_state_dict,
     units,
 )
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.two_sides import compile_eagerly
 
-FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-PAGE = Path(__file__).parents[2] / "docs" / "migrate.md"
 
 
 def _model(seed: int = 0) -> nn.Module:
@@ -66,38 +63,6 @@ def _assert_equal(model: nn.Module, reference: nn.Module) -> None:
         torch.testing.assert_close(value.full_tensor(), theirs[name], msg=name)
 
 
-def _check_resumed(folder: Path) -> None:
-    """Saved by rank 0 after two steps and resumed into another model: as four steps of one process."""
-    rank, reference = dist.get_rank(), _model()
-    optimizer = _adamw(reference)
-    _train(reference, optimizer, 4)
-    model = fully_shard(_model())
-    optimizer = _adamw(model)
-    _train(model, optimizer)
-    state = state_dict.get_model_state_dict(model, options=FULL)
-    if rank == 0:
-        torch.save(state, folder / "model.pt")
-    state = state_dict.get_optimizer_state_dict(model, optimizer, options=FULL)  # type: ignore[assignment]
-    if rank == 0:
-        torch.save(state, folder / "optimizer.pt")
-    dist.barrier()
-
-    resumed = fully_shard(_model(seed=1 + rank))
-    state_dict.set_model_state_dict(resumed, torch.load(folder / "model.pt") if rank == 0 else {}, options=FROM_RANK_0)
-    optimizer = _adamw(resumed)
-    loaded = torch.load(folder / "optimizer.pt") if rank == 0 else {}
-    state_dict.set_optimizer_state_dict(resumed, optimizer, loaded, options=FROM_RANK_0)
-    _train(compile_eagerly(resumed), optimizer)
-    _assert_equal(resumed, reference)
-    plain = _model(seed=3)
-    plain.load_state_dict(torch.load(folder / "model.pt"))
-
-
-@pytest.mark.long
-def test_what_rank_0_has_saved_is_resumed(tmp_path: Path) -> None:
-    run_ranks(_check_resumed, tmp_path)
-
-
 def _check_resumed_from_ddp(folder: Path) -> None:
     """Saved by DDP's lines after two steps, and resumed sharded: as four steps of one process."""
     reference = _model()
@@ -123,28 +88,8 @@ def test_what_ddp_has_saved_is_resumed(tmp_path: Path) -> None:
     run_ranks(_check_resumed_from_ddp, tmp_path)
 
 
-def _check_resumed_sharded() -> None:
-    """Sharded state of model and optimizer, in the place of SHARDED_STATE_DICT and `optim_state_dict`."""
-    reference, model = _model(), fully_shard(_model())
-    _train(reference, _adamw(reference), 4)
-    optimizer = _adamw(model)
-    _train(model, optimizer)
-    state = copy.deepcopy(model.state_dict())
-    assert all(isinstance(value, DTensor) for value in state.values())
-    of_optimizer = copy.deepcopy(state_dict.get_optimizer_state_dict(model, optimizer))
-    _train(model, optimizer, 1)
-    model.load_state_dict(state)
-    optimizer = _adamw(model)
-    state_dict.set_optimizer_state_dict(model, optimizer, of_optimizer)
-    _train(model, optimizer)
-    _assert_equal(model, reference)
-
-
-def test_sharded_state_is_resumed() -> None:
-    run_ranks(_check_resumed_sharded)
-
-
-def _check_ddp() -> None:
+@on_ranks()
+def test_ddps_lines() -> None:
     rank, reference = dist.get_rank(), _model()
     model = fully_shard(_model(seed=rank), sync_module_states=True)
     _assert_equal(model, reference)
@@ -163,16 +108,13 @@ def _check_ddp() -> None:
         assert type(model.get_parameter("0.weight")) is nn.Parameter
 
 
-def test_ddps_lines() -> None:
-    run_ranks(_check_ddp)
-
-
 def _reset(module: nn.Module) -> None:
     if isinstance(module, nn.Linear):
         module.reset_parameters()
 
 
-def _check_arguments_of_fsdp1() -> None:
+@on_ranks()
+def test_arguments_of_fsdp1() -> None:
     with torch.device("meta"):
         model = _model()
     ignored = nn.Parameter(torch.ones(4))
@@ -195,11 +137,8 @@ def _check_arguments_of_fsdp1() -> None:
     assert model(_batch()).dtype is torch.bfloat16
 
 
-def test_arguments_of_fsdp1() -> None:
-    run_ranks(_check_arguments_of_fsdp1)
-
-
-def _check_fsdp2() -> None:
+@on_ranks()
+def test_fsdp2s_lines() -> None:
     reference = _model()
     with torch.device("meta"):
         model, other = _model(), _model()
@@ -225,7 +164,3 @@ def _check_fsdp2() -> None:
     for each in (other, plain):
         _train(each, _adamw(each))
     _assert_equal(other, plain)
-
-
-def test_fsdp2s_lines() -> None:
-    run_ranks(_check_fsdp2)

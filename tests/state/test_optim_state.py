@@ -32,7 +32,7 @@ from fsdp_compile.state.fsdp1_optim_state import rekey_optim_state_dict
 from fsdp_compile.state.optim_state import optim_state_dict, optim_state_dict_to_load
 from tests import long
 from tests.fsdp2.models import assert_same, batch, local, made, sharded, train
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.two_sides import whole
 
 NAMES, NUMBERS = OptimStateKeyType.PARAM_NAME, OptimStateKeyType.PARAM_ID
@@ -138,7 +138,7 @@ def _check_round_trip(name: str, shape: tuple[int, ...]) -> None:
 @long.parametrize(
     ("name", "shape"),
     [("AdamW", (2,)), ("flat AdamW", (2,)), ("whole Adafactor", (1,)), ("AdamW", (2, 2)), ("AdamW", (3,))],
-    always=[("AdamW", (2,)), ("whole Adafactor", (1,))],
+    always=[("AdamW", (2,))],
 )
 def test_state_of_every_kind_comes_back_bit_for_bit(name: str, shape: tuple[int, ...]) -> None:
     run_ranks(_check_round_trip, name, shape, world_size=torch.Size(shape).numel())
@@ -199,7 +199,8 @@ def test_torchs_own_state_dicts_and_checkpoints_load_and_are_loaded(tmp_path: Pa
     run_ranks(_check_with_torch, tmp_path)
 
 
-def _check_collectives() -> None:
+@on_ranks()
+def test_full_state_on_all_ranks_is_cut_without_communication() -> None:
     model, optimizer = _trained()
     full = optim_state_dict(model, optimizer)
     with CommDebugMode() as mode:
@@ -207,11 +208,8 @@ def _check_collectives() -> None:
     assert mode.get_total_counts() == 0
 
 
-def test_full_state_on_all_ranks_is_cut_without_communication() -> None:
-    run_ranks(_check_collectives)
-
-
-def _check_groups() -> None:
+@on_ranks()
+def test_groups_are_matched_by_their_parameters() -> None:
     model, optimizer = _trained()
     schedule = optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     schedule.step()
@@ -238,11 +236,8 @@ def _check_groups() -> None:
     assert backwards.param_groups[0]["lr"] == 0.1
 
 
-def test_groups_are_matched_by_their_parameters() -> None:
-    run_ranks(_check_groups)
-
-
-def _check_odd_entries() -> None:
+@on_ranks()
+def test_missing_tied_nested_and_user_defined_state() -> None:
     model, optimizer = _trained()
     bias = model.last.bias
     optimizer.state["mine"] = {"seen": torch.arange(3), "note": "kept"}  # type: ignore[index]
@@ -278,10 +273,6 @@ def _check_odd_entries() -> None:
     assert torch.equal(whole(other.state[bias]["exp_avg"]), whole(replicated))
 
 
-def test_missing_tied_nested_and_user_defined_state() -> None:
-    run_ranks(_check_odd_entries)
-
-
 def _with(state: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
     bias = {**state["state"]["last.bias"], key: value}
     return {**state, "state": {**state["state"], "last.bias": bias}}
@@ -315,7 +306,8 @@ REFUSED: dict[str, Call] = {
 }
 
 
-def _check_refused() -> None:
+@on_ranks(timeout_s=60)
+def test_what_does_not_fit_is_refused_by_name_on_all_ranks_and_nothing_changes() -> None:
     model, optimizer = _trained()
     state = optim_state_dict(model, optimizer)
     before = _states(model, optimizer)
@@ -343,11 +335,8 @@ def _check_refused() -> None:
         model(batch())
 
 
-def test_what_does_not_fit_is_refused_by_name_on_all_ranks_and_nothing_changes() -> None:
-    run_ranks(_check_refused, timeout_s=60)
-
-
-def _check_older_functions() -> None:
+@on_ranks()
+def test_older_functions_give_and_take_what_they_say() -> None:
     model, optimizer = _trained()
     expected = _states(model, optimizer)
     is_first = dist.get_rank() == 0
@@ -383,10 +372,6 @@ def _check_older_functions() -> None:
         assert_same(_states(model, other), _states(model, in_order))
     with pytest.warns(FutureWarning), pytest.raises(ConfigError, match=r"optim_input has \['int'\]"):
         fsdp1_optim_state.shard_full_optim_state_dict(full, model, [1])  # type: ignore[arg-type]
-
-
-def test_older_functions_give_and_take_what_they_say() -> None:
-    run_ranks(_check_older_functions)
 
 
 def test_names_become_numbers_for_one_process_and_back() -> None:
@@ -445,7 +430,8 @@ def _renamed(state: dict[str, Any], keys: dict[Any, Any]) -> dict[str, Any]:
     return {"state": {keys[key]: held for key, held in state["state"].items()}, "param_groups": groups}
 
 
-def _check_named() -> None:
+@on_ranks()
+def test_optimizers_with_names_keep_the_state_of_what_was_not_saved() -> None:
     torch.manual_seed(0)
     model: Any = fully_shard(nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 3)))
     optimizer = _Named(dict(model.named_parameters()))
@@ -458,7 +444,3 @@ def _check_named() -> None:
     later = _states(model, optimizer)
     optim_state_dict_to_load(model, optimizer, state, is_named_optimizer=True, load_directly=True)
     assert_same(_states(model, optimizer), {**expected, "1.bias": later["1.bias"]})
-
-
-def test_optimizers_with_names_keep_the_state_of_what_was_not_saved() -> None:
-    run_ranks(_check_named)

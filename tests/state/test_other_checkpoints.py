@@ -147,31 +147,6 @@ def _load_ours(kind: type[nn.Module], folder: Path, mesh: tuple[int, ...]) -> di
     return _values(model, optimizer)
 
 
-def _load_each(kind: type[nn.Module], folders: list[Path], mesh: tuple[int, ...]) -> list[dict[str, Any]]:
-    return [_load_ours(kind, folder, mesh) for folder in folders]
-
-
-MESHES = [(1,), (2,), (3,), (2, 2)]
-
-
-def _world_size(mesh: tuple[int, ...]) -> int:
-    return torch.Size(mesh).numel()
-
-
-@pytest.mark.long
-def test_any_number_of_ranks_and_replicas_load_a_checkpoint(tmp_path: Path) -> None:
-    folders = [tmp_path / str(mesh) for mesh in MESHES]
-    expected = [
-        run_ranks(_save_ours, MixedKinds, folder, mesh, world_size=_world_size(mesh))[0]
-        for folder, mesh in zip(folders, MESHES, strict=True)
-    ]
-    assert len(expected[0]["state"]) == 9, "one for each parameter, the tied one once, the frozen one not"
-    for mesh in MESHES:
-        loaded = run_ranks(_load_each, MixedKinds, folders, mesh, world_size=_world_size(mesh))[0]
-        for mine, theirs in zip(loaded, expected, strict=True):
-            _assert_same(mine, theirs)
-
-
 def _save_fsdp2(folder: Path) -> dict[str, Any]:
     model, optimizer = _fsdp2(WithoutNumber)
     _save(model, optimizer, folder)

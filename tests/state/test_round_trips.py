@@ -1,7 +1,4 @@
-"""State of model and optimizer, saved and loaded by torch's own functions: every value comes back bit for bit.
-
-With 0-d, uneven, tied, bfloat16 and frozen parameters, in several groups; and training goes on as if nothing had been.
-"""
+"""State of model and optimizer that is saved is loaded bit for bit, also by another layout, and training goes on."""
 
 from __future__ import annotations
 
@@ -10,24 +7,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import optim
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
-    set_state_dict,
 )
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import flat_step, fully_shard, whole_step
 from tests import long
 from tests.models.outlines import MixedKinds
-from tests.ranks import run_ranks
+from tests.pairwise import covering, pairs, pairs_of
+from tests.ranks import on_ranks, run_ranks
+from tests.state.drawn import AXES, contradictions, load, save, world
 from tests.state.optim_models import all_values, assert_same, train
 
 OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
@@ -71,7 +67,10 @@ def _assert_in_place(model: Any, optimizer: optim.Optimizer) -> None:
     assert model.first.weight is model.tied.weight
 
 
-def _check(name: str, kind: str) -> None:
+@long.parametrize("kind", OPTIONS, always=["full, of rank 0"])
+@long.parametrize("name", OPTIMIZERS, always=["flat AdamW"])
+@on_ranks()
+def test_states_come_back_bit_for_bit(name: str, kind: str) -> None:
     model, optimizer = _trained(name)
     expected = all_values(model, optimizer)
     options = OPTIONS[kind]
@@ -93,39 +92,17 @@ def _check(name: str, kind: str) -> None:
     assert_same(all_values(resumed, resumed_optimizer), all_values(model, optimizer))
 
 
-@long.parametrize("kind", OPTIONS, always=["full, of rank 0"])
-@long.parametrize("name", OPTIMIZERS, always=["flat AdamW"])
-def test_states_come_back_bit_for_bit(name: str, kind: str) -> None:
-    run_ranks(_check, name, kind)
+ROWS = covering(AXES, contradictions())
+WORLDS = sorted({(world(row), world(row, " then")) for row in ROWS})
 
 
-def _save(name: str, folder: Path) -> dict[str, Any]:
-    model, optimizer = _trained(name)
-    expected = all_values(model, optimizer)
-    states = get_state_dict(model, optimizer)
-    dcp.save({"model": states[0], "optimizer": states[1]}, checkpoint_id=folder)
-    train(model, optimizer, 1)
-    return {"saved": expected, "next": all_values(model, optimizer)}
+def test_every_two_values_are_in_a_row_or_contradict_each_other() -> None:
+    assert set().union(*map(pairs_of, ROWS)) == pairs(AXES) - contradictions()
 
 
-def _load(name: str, folder: Path, expected: dict[str, Any]) -> None:
-    model = fully_shard(_model(seed=1))
-    optimizer = _optimizer(model, name)
-    states: dict[str, Any] = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-    dcp.load(states, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
-    assert_same(all_values(model, optimizer), expected["saved"])
-    train(model, optimizer, 1)
-    _assert_in_place(model, optimizer)
-    for key, value in all_values(model, optimizer).items():
-        if isinstance(value, torch.Tensor):
-            bound = 2e-2 if value.dtype is torch.bfloat16 else 1e-5
-            torch.testing.assert_close(value, expected["next"][key], rtol=bound, atol=bound, msg=key)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_checkpoint_of_two_ranks_is_loaded_by_one_and_by_three(name: str, tmp_path: Path) -> None:
-    expected = run_ranks(_save, name, tmp_path, world_size=2)[0]
-    for world_size in (1, 3):
-        run_ranks(_load, name, tmp_path, expected, world_size=world_size)
+@long.parametrize("worlds", WORLDS, always=[(2, 4)])
+def test_what_is_saved_is_loaded_by_another_layout(worlds: tuple[int, int], tmp_path: Path) -> None:
+    rows = [row for row in ROWS if (world(row), world(row, " then")) == worlds]
+    saved, *_ = run_ranks(save, rows, tmp_path, world_size=worlds[0])
+    ends = run_ranks(load, rows, tmp_path, saved, world_size=worlds[1])
+    assert [(row, said) for row, *said in zip(rows, *ends, strict=True) if any(said)] == []

@@ -20,7 +20,7 @@ from tests import long
 from tests.delayed_copies import ON_SUCH_A_HOST, host_apart
 from tests.models.kinds import WIDTH, Slim
 from tests.numerics.one_process.strategies import STRATEGIES
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 from tests.streams.model import StreamError, StreamInterpreter, StreamModel
 from tests.two_sides import loss_of
 
@@ -85,26 +85,20 @@ _CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 """Strategy, other arguments of `fully_shard`, and options."""
 
 
-def _started(name: str) -> list[str]:
-    strategy, arguments, options = _CASES[name]
-    return _train({**STRATEGIES[strategy](), **arguments}, options, _nothing)
-
-
-def _started_in_backward() -> list[str]:
-    return _train({}, {}, _nothing, in_backward=True)
-
-
 @long.parametrize("name", _CASES, always=["offloaded, kept by neighbours"])
+@on_ranks(world_size=4)
 def test_no_stream_uses_what_another_may_use(name: str) -> None:
-    for started in run_ranks(_started, name, world_size=4):
-        assert any("reduce" in one for one in started), started
-        assert any("start_copy" in one for one in started) == ("offload_policy" in _CASES[name][1])
+    strategy, arguments, options = _CASES[name]
+    started = _train({**STRATEGIES[strategy](), **arguments}, options, _nothing)
+    assert any("reduce" in one for one in started), started
+    assert any("start_copy" in one for one in started) == ("offload_policy" in _CASES[name][1])
 
 
 @pytest.mark.long
+@on_ranks()
 def test_no_stream_uses_what_an_update_in_backward_may_write() -> None:
-    for started in run_ranks(_started_in_backward):
-        assert any("reduce_scatter" in one for one in started), started
+    started = _train({}, {}, _nothing, in_backward=True)
+    assert any("reduce_scatter" in one for one in started), started
 
 
 def _without_waits(target: Any) -> Edit:
@@ -164,7 +158,8 @@ _BROKEN: dict[str, tuple[Edit, str]] = {
 }
 
 
-def _said_of_each() -> dict[str, str]:
+@on_ranks()
+def test_every_wrong_order_is_named() -> None:
     said = {}
     for name, (edit, _) in _BROKEN.items():
         arguments = {"offload_policy": ON_SUCH_A_HOST} if "copied" in name else {}
@@ -172,10 +167,5 @@ def _said_of_each() -> dict[str, str]:
             _train(arguments, {"prefetch": 1}, edit)
         except StreamError as error:
             said[name] = str(error)
-    return said
-
-
-def test_every_wrong_order_is_named() -> None:
-    for said in run_ranks(_said_of_each):
-        for name, (_, words) in _BROKEN.items():
-            assert re.search(words, said.get(name, "")), (name, said)
+    for name, (_, words) in _BROKEN.items():
+        assert re.search(words, said.get(name, "")), (name, said)

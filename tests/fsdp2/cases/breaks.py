@@ -41,7 +41,7 @@ def in_blocks() -> None:
     pair.train(pair.compiled(fullgraph=False), within=REDUCED_TWICE)
 
 
-@case("breaks")
+@case("breaks", is_long=True)
 def in_one_block() -> None:
     def prepare(model: Any) -> None:
         model.blocks[0].breaks = False
@@ -66,7 +66,7 @@ def in_the_root() -> None:
     assert not [title for title in hooked if title.startswith("blocks")], hooked
 
 
-@case("breaks")
+@case("breaks", is_long=True)
 def where_parameters_are_read() -> None:
     shapes: list[tuple[int, ...]] = []
 
@@ -158,7 +158,7 @@ def _wrapped(model: Any) -> None:
         model.blocks[i] = checkpoint_wrapper(model.blocks[i])
 
 
-@case("checkpointing")
+@case("checkpointing", is_long=True)
 def by_wrappers() -> None:
     pair = pair_of(prepare=_wrapped)
     pair.train(pair.compiled())
@@ -173,7 +173,7 @@ def of_blocks_with_breaks() -> None:
     pair.train(pair.compiled(fullgraph=False), within=REDUCED_TWICE)
 
 
-@case("checkpointing")
+@case("checkpointing", is_long=True)
 def of_compiled_blocks() -> None:
     pair = pair_of(_Checkpointed)
     for block in pair.model.blocks:
@@ -207,13 +207,13 @@ def composable() -> None:
     pair.train(pair.model)
 
 
-@case("module_checkpointing")
+@case("module_checkpointing", is_long=True)
 def wrapped_with_breaks() -> None:
     pair = pair_of(type("Model", (Decoder,), {"block": _BreakingBlock}), _wrapped)
     pair.train(pair.compiled(fullgraph=False), within=REDUCED_TWICE)
 
 
-@case("module_checkpointing")
+@case("module_checkpointing", is_long=True)
 def applied() -> None:
     pair = pair_of(prepare=_applied)
     pair.train(pair.compiled())

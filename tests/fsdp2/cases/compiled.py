@@ -41,7 +41,7 @@ def function_of_a_model() -> None:
     pair.train(pair.model, loss=through_a_function(pair)[1])
 
 
-@case("compiled")
+@case("compiled", is_long=True)
 def function_with_a_break() -> None:
     def plain(model: Any, tokens: torch.Tensor) -> torch.Tensor:
         made = model(tokens)
@@ -63,7 +63,7 @@ def blocks_one_by_one() -> None:
     assert not [title for title in hooked if title.startswith("blocks")], hooked
 
 
-@case("compiled")
+@case("compiled", is_long=True)
 def block_of_a_model() -> None:
     pair = pair_of()
     compiled, block = pair.compiled(), compile_eagerly(pair.model.blocks[0])
@@ -76,7 +76,7 @@ def block_of_a_model() -> None:
         pair.compare_gradients()
 
 
-@case("compiled")
+@case("compiled", is_long=True)
 def uncompiled() -> None:
     pair = pair_of()
     pair.train(pair.model)
@@ -91,7 +91,7 @@ def alternately() -> None:
         pair.train(ours, steps=1)
 
 
-@case("compiled")
+@case("compiled", is_long=True)
 def evaluated_between() -> None:
     pair = pair_of()
     compiled = pair.compiled()
@@ -108,7 +108,7 @@ def evaluated_between() -> None:
             each.train()
 
 
-@case("compiled")
+@case("compiled", is_long=True)
 def beyond_the_recompile_limit() -> None:
     pair = pair_of()
     compiled = pair.compiled(fullgraph=False)
@@ -123,7 +123,7 @@ def beyond_the_recompile_limit() -> None:
 # Settings of FSDP2.
 
 
-@case("settings")
+@case("settings", is_long=True)
 def mixed_precision() -> None:
     pair = pair_of(mp_policy=BF16)
     pair.train(pair.compiled(), other=torch.compile(pair.reference, backend="aot_eager"))
@@ -138,7 +138,7 @@ def mixed_precision_alternately() -> None:
         pair.train(ours, steps=1)
 
 
-@case("settings")
+@case("settings", is_long=True)
 def parameters_kept_until_backward() -> None:
     pair = pair_of(reshard_after_forward=False)
     pair.train(pair.compiled())
@@ -152,7 +152,7 @@ def tied_parameters() -> None:
         pair.train(pair.compiled() if compiles else pair.model)
 
 
-@case("settings")
+@case("settings", is_long=True)
 def frozen_parameters() -> None:
     def freeze(model: Any) -> None:
         model.embedding.weight.requires_grad_(requires_grad=False)

@@ -35,7 +35,7 @@ def accumulated_in_both_worlds() -> None:
     _accumulate("cce")
 
 
-@case("gradients")
+@case("gradients", is_long=True)
 def accumulated_in_mixed_precision() -> None:
     _accumulate("ccc", mp_policy=BF16)
 
@@ -87,7 +87,7 @@ def unused_parameters() -> None:
     pair.compare_gradients()
 
 
-@case("gradients")
+@case("gradients", is_long=True)
 def of_chosen_parameters() -> None:
     pair = pair_of()
     compiled, parameters = pair.compiled(), list(pair.model.parameters())
@@ -124,7 +124,7 @@ def hooks_of_parameters() -> None:
     assert torch.equal(found["post"], local(theirs["blocks.0.a.weight"].grad))
 
 
-@case("gradients")
+@case("gradients", is_long=True)
 def optimizer_in_hooks() -> None:
     pair = pair_of()
     compiled = pair.compiled()
@@ -155,7 +155,7 @@ def of_several_forwards() -> None:
         pair.compare_gradients(within=REDUCED_TWICE)
 
 
-@case("gradients")
+@case("gradients", is_long=True)
 def of_a_penalty_on_parameters() -> None:
     def penalty(model: nn.Module) -> torch.Tensor:
         full = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
@@ -168,21 +168,11 @@ def of_a_penalty_on_parameters() -> None:
     pair.compare_gradients(within=REDUCED_TWICE)
 
 
-@case("gradients")
+@case("gradients", is_long=True)
 def of_a_graph_that_is_kept() -> None:
     pair = pair_of()
     for model in (pair.compiled(), pair.reference):
         loss = cross_entropy(model, batch(0))
         loss.backward(retain_graph=True)
         loss.backward()
-    pair.compare_gradients()
-
-
-@case("gradients")
-def with_saved_tensors_elsewhere() -> None:
-    pair = pair_of()
-    with torch.autograd.graph.save_on_cpu():
-        loss = cross_entropy(pair.compiled(), batch(0))
-    loss.backward()
-    cross_entropy(pair.reference, batch(0)).backward()
     pair.compare_gradients()

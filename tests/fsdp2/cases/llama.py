@@ -55,14 +55,14 @@ def trains_in_one_graph() -> None:
         assert not hooked, hooked
 
 
-@case("llama")
+@case("llama", is_long=True)
 def trains_in_mixed_precision() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     pair = pair_of(_make, sharded=_shard, mp_policy=policy)
     pair.train(pair.compiled(), other=torch.compile(pair.reference, backend="aot_eager"), loss=_loss)
 
 
-@case("llama")
+@case("llama", is_long=True)
 def records_hidden_states() -> None:
     pair = pair_of(_make, sharded=_shard)
     tokens = torch.arange(24).view(2, 12)
@@ -78,7 +78,7 @@ def records_hidden_states() -> None:
                 assert torch.equal(a, b)
 
 
-@case("llama")
+@case("llama", is_long=True)
 def generates_different_lengths() -> None:
     pair = pair_of(_make, sharded=_shard)
     torch.manual_seed(0)

@@ -40,7 +40,7 @@ def containers_of_torch() -> None:
         assert set(hooked) <= ({"(root)"} if in_place else set()), (in_place, hooked)
 
 
-@case("structures")
+@case("structures", is_long=True)
 def compiled_blocks_between_the_modules_of_a_unit() -> None:
     """The first compile comes when one of them has run, and the other has not."""
     pair = pair_of(Tied)
@@ -49,7 +49,7 @@ def compiled_blocks_between_the_modules_of_a_unit() -> None:
     pair.train(pair.model)
 
 
-@case("structures")
+@case("structures", is_long=True)
 def units_of_several_modules() -> None:
     def several(model: Any) -> None:
         fully_shard([model.blocks[0], model.blocks[1]])
@@ -88,7 +88,7 @@ def a_unit_called_twice() -> None:
     pair.train(pair.model, within=REDUCED_TWICE)
 
 
-@case("structures")
+@case("structures", is_long=True)
 def abstract_classes() -> None:
     class Abstract(ABC, nn.Module):
         def __init__(self) -> None:
@@ -107,7 +107,7 @@ def abstract_classes() -> None:
     pair.train(pair.compiled())
 
 
-@case("structures")
+@case("structures", is_long=True)
 def names_of_classes() -> None:
     pair = pair_of()
     before = {name: type(m) for name, m in pair.model.named_modules()}
@@ -120,7 +120,7 @@ def names_of_classes() -> None:
     assert pair.model._is_fsdp_managed_module is True
 
 
-@case("structures")
+@case("structures", is_long=True)
 def marks_of_managed_modules() -> None:
     class Asks(Decoder):
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -131,7 +131,7 @@ def marks_of_managed_modules() -> None:
     pair.train(pair.compiled())
 
 
-@case("structures")
+@case("structures", is_long=True)
 def reads_in_forwards() -> None:
     class Reads(Decoder):
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -49,7 +49,7 @@ def before_a_compiled_forward() -> None:
     assert not graphs
 
 
-@case("unshard")
+@case("unshard", is_long=True)
 def before_the_first_forward() -> None:
     pair = pair_of()
     compiled = pair.compiled()
@@ -60,7 +60,7 @@ def before_the_first_forward() -> None:
         pair.train(compiled, steps=1)
 
 
-@case("unshard")
+@case("unshard", is_long=True)
 def before_an_evaluation() -> None:
     pair = pair_of()
     compiled = pair.compiled()
@@ -91,7 +91,7 @@ def and_reshard() -> None:
     pair.train(pair.model, steps=1)
 
 
-@case("unshard")
+@case("unshard", is_long=True)
 def before_a_compiled_function() -> None:
     pair = pair_of()
     model = pair.model
@@ -104,7 +104,7 @@ def before_a_compiled_function() -> None:
     pair.train(model, steps=1)
 
 
-@case("unshard")
+@case("unshard", is_long=True)
 def kept_between_microbatches() -> None:
     for reshards in (None, False):
         pair = pair_of(reshard_after_forward=reshards)
@@ -186,7 +186,7 @@ class _Maml(Block):
         return x + torch.func.functional_call(self.b, moved, (hidden,))
 
 
-@case("functional_call")
+@case("functional_call", is_long=True)
 def in_a_forward() -> None:
     for made in (_Halved, _Maml):
         model = type("Model", (Decoder,), {"block": made})
@@ -196,7 +196,7 @@ def in_a_forward() -> None:
         pair.train(pair.compiled(fullgraph=False), within=REDUCED_TWICE)
 
 
-@case("functional_call")
+@case("functional_call", is_long=True)
 def in_a_frozen_block() -> None:
     model = type("Model", (Decoder,), {"block": _Maml})
     pair = pair_of(model)

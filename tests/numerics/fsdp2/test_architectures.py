@@ -20,7 +20,7 @@ from tests.ranks import run_ranks
 LIMIT_S = 300
 """Of one training, which takes 5 to 25 s on two cores that do little else."""
 SHORT = "decoder (Llama)"
-"""Takes less than others: trained in mixed precision in every run of the tests, in float32 in the long ones."""
+"""Takes less than others: trained in the long tests."""
 
 
 def _experiment(name: str, precision: str) -> Experiment:
@@ -59,14 +59,12 @@ ON_REQUEST = [
 ]
 
 
-def _marks(name: str, precision: str) -> list[pytest.MarkDecorator]:
-    if name != SHORT:
-        return ON_REQUEST
-    return [pytest.mark.long] if precision == "fp32" else []
+def _marks(name: str) -> list[pytest.MarkDecorator]:
+    return ON_REQUEST if name != SHORT else [pytest.mark.long]
 
 
 @pytest.mark.parametrize(
-    ("name", "precision"), [pytest.param(*case, id=", ".join(case), marks=_marks(*case)) for case in CASES]
+    ("name", "precision"), [pytest.param(*case, id=", ".join(case), marks=_marks(case[0])) for case in CASES]
 )
 def test_an_architecture_trains_like_the_reference(name: str, precision: str, judge: Judge) -> None:
     pytest.importorskip("transformers")

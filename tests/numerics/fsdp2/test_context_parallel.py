@@ -22,7 +22,7 @@ from tests.models.context_parallel import (
     split_by_context,
     split_by_modules,
 )
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 STEPS = 2
 
@@ -119,7 +119,10 @@ def _differences(name: str, lower: str | None) -> list[int]:
     return [i for i, (a, b) in enumerate(pairs) if not torch.equal(a, b)]
 
 
-def _check_inductor() -> None:
+@pytest.mark.long
+@pytest.mark.inductor
+@on_ranks()
+def test_inductor() -> None:
     with cpu_kernels():
         _check_one_process(CASES["cp 2"], _trained(CASES["cp 2"], fsdp_compile.fully_shard, "inductor"))
 
@@ -134,13 +137,8 @@ def test_compiled(name: str) -> None:
     assert run_ranks(_differences, name, "eager", world_size=_ranks(name)) == [[]] * _ranks(name)
 
 
-@pytest.mark.long
-@pytest.mark.inductor
-def test_inductor() -> None:
-    run_ranks(_check_inductor)
-
-
-def _compiled_beside() -> list[float]:
+@on_ranks()
+def test_graphs_of_whole_and_of_split_sequences_are_not_mixed_up() -> None:
     """Losses of the same tokens: before, in and after the block in which torch replaces attention."""
     torch.manual_seed(0)
     world = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
@@ -153,10 +151,6 @@ def _compiled_beside() -> list[float]:
             losses.append(call(*batch).item())
             losses.append(model(*batch).item())
         losses.append(call(*whole).item())
-    return losses
-
-
-def test_graphs_of_whole_and_of_split_sequences_are_not_mixed_up() -> None:
-    for before, split, expected, after in run_ranks(_compiled_beside):
-        assert before == after
-        assert split == expected != before
+    before, split, expected, after = losses
+    assert before == after
+    assert split == expected != before

@@ -9,10 +9,10 @@ from tests.numerics.fsdp2.options import AXES, FOUR_RANKS, NOT_DRAWN, OPTIONS, S
 from tests.pairwise import covering, pairs, pairs_of, with_defaults
 from tests.ranks import run_ranks
 
-ROWS, PER_CALL = sorted(covering(AXES, refused()), key=lambda row: row["lower"]), 6
+ROWS, PER_CALL = sorted(covering(AXES, refused()), key=lambda row: row["lower"]), 3
 CALLS = range(0, len(ROWS), PER_CALL)
-OF_FOUR = covering(FOUR_RANKS)
-CALLS_OF_FOUR = range(0, len(OF_FOUR), PER_CALL)
+OF_FOUR, PER_CALL_OF_FOUR = covering(FOUR_RANKS), 2
+CALLS_OF_FOUR = range(0, len(OF_FOUR), PER_CALL_OF_FOUR)
 
 
 def test_every_option_is_drawn_or_left_out_for_a_reason() -> None:
@@ -32,7 +32,7 @@ def test_rows_train_to_the_bits_of_fsdp2(first: int) -> None:
 
 @long.parametrize("first", CALLS_OF_FOUR, always=[0])
 def test_hybrid_offloaded_and_checkpointed_rows_train_to_the_bits_of_fsdp2(first: int) -> None:
-    rows = OF_FOUR[first : first + PER_CALL]
+    rows = OF_FOUR[first : first + PER_CALL_OF_FOUR]
     ends = zip(rows, *run_ranks(train, rows, world_size=4), strict=True)
     assert [(row, said) for row, *said in ends if any(said)] == []
 

@@ -144,14 +144,16 @@ def _under_fsdp2(name: str, compiled: tuple[bool, ...]) -> None:
     pair.train(*(call if each else pair.model for each in compiled), steps=STEPS)
 
 
-@long.parametrize("name", CASES, always=["split tokens, bf16", "the other dimension", "accumulated"])
+@long.parametrize("name", CASES, always=["split tokens, bf16"])
 def test_under_torchs_fully_shard(name: str) -> None:
     run_ranks(_under_fsdp2, name, (True,) * CASES[name].micro_batches, world_size=4)
 
 
+@pytest.mark.long
 def test_after_an_uncompiled_microbatch() -> None:
     run_ranks(_under_fsdp2, "accumulated", (False, True), world_size=4)
 
 
+@pytest.mark.long
 def test_before_an_uncompiled_microbatch() -> None:
     run_ranks(_under_fsdp2, "accumulated", (True, False), world_size=4)

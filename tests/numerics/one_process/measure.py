@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import clip_grad_norm_
-from tests.two_sides import Run, WithOneProcess, both, can_be_split, loss_of, mean_over_ranks, whole
+from tests.two_sides import Run, WithOneProcess, both, can_be_split, mean_over_ranks, whole
 
 LEARNING_RATE = 1e-2
 EPS = 1e-3
@@ -51,9 +50,7 @@ def train_pair(
     prepare: Prepare | None = None,
     options: dict[str, Any] | None = None,
     steps: int = 3,
-    autocast: torch.dtype | None = None,
     clip: float | None = None,
-    sizes: tuple[int, ...] = (4,),
 ) -> Differences:
     """Trains a model beside one process and measures how far they are apart; to be called on every rank.
 
@@ -63,28 +60,21 @@ def train_pair(
         prepare: Called with the model before it is compiled (`fully_shard`, say).
         options: More options of the compile.
         steps: Optimizer steps.
-        autocast: Runs both forwards under this autocast dtype.
         clip: Clips gradient norms to this.
-        sizes: Rows per rank, one after the other, over and over.
     """
-
-    def loss(call: Any, batch: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", autocast) if autocast else contextlib.nullcontext():
-            return loss_of(call(batch))
 
     pair = WithOneProcess(
         make,
         Run.PLAIN if prepare is None else Run.SHARDED,
         prepare or id,
-        loss,
         optimizer=adamw_with_eps,
         shape=32,
+        rows=4,
         twice=False,
         **{"lower": lower, **(options or {})},
     )
     found = Differences()
-    for step in range(steps):
-        pair.rows = sizes[step % len(sizes)]
+    for _ in range(steps):
         mine, theirs = pair.losses()
         mine.backward()
         theirs.backward()

@@ -13,9 +13,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import fully_shard, no_sync
+from tests import long
 from tests.models.kinds import Slim
 from tests.numerics.one_process.measure import gradient_difference
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 from tests.two_sides import Run, WithOneProcess, sgd
 
 CLOSE = 1e-5
@@ -60,7 +61,10 @@ def _graphs() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-def _no_sync(strategy: str) -> Held:
+@pytest.mark.core
+@long.parametrize("strategy", STRATEGIES, always=["zero2"])
+@on_ranks()
+def test_gradients_wait_for_the_next_backward_that_reduces(strategy: str) -> None:
     pair = make_pair(strategy)
     found = Held()
     for _ in range(2):
@@ -73,16 +77,9 @@ def _no_sync(strategy: str) -> Held:
         found.differences.append(gradient_difference(*pair))
         pair.update()
         found.recompiles = _graphs() - compiled
-    return found
-
-
-@pytest.mark.core
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_gradients_wait_for_the_next_backward_that_reduces(strategy: str) -> None:
-    for found in run_ranks(_no_sync, strategy):
-        assert max(found.differences) < CLOSE
-        assert all(found.none)
-        assert found.recompiles == 0
+    assert max(found.differences) < CLOSE
+    assert all(found.none)
+    assert found.recompiles == 0
 
 
 class ReadTwice(nn.Module):
@@ -96,7 +93,9 @@ class ReadTwice(nn.Module):
         return torch.einsum("bi,oi->bo", x + x @ self.weight, self.weight).tanh()
 
 
-def _with_open_sizes() -> list[float]:
+@pytest.mark.long
+@on_ranks()
+def test_accumulated_gradients_are_no_open_sizes() -> None:
     pair = make_pair(make=ReadTwice, dynamic=True)
     found = []
     for _ in range(2):
@@ -105,28 +104,18 @@ def _with_open_sizes() -> list[float]:
         pair.backward()
         found.append(gradient_difference(*pair))
         pair.update()
-    return found
+    assert max(found) < CLOSE
 
 
-@pytest.mark.long
-def test_accumulated_gradients_are_no_open_sizes() -> None:
-    for found in run_ranks(_with_open_sizes):
-        assert max(found) < CLOSE
-
-
-def _gradients_before_no_sync() -> tuple[bool, float]:
+@on_ranks()
+def test_no_sync_leaves_gradients_as_they_were() -> None:
     pair = make_pair()
     pair.backward()
     before = [p.grad.to_local().clone() for p in pair.model.parameters() if isinstance(p.grad, DTensor)]
     with no_sync(pair.call):
         pair.backward()
     after = [p.grad.to_local() for p in pair.model.parameters() if isinstance(p.grad, DTensor)]
-    kept = len(before) > 0 and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert len(before) > 0
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     pair.backward()
-    return kept, gradient_difference(*pair)
-
-
-def test_no_sync_leaves_gradients_as_they_were() -> None:
-    for kept, difference in run_ranks(_gradients_before_no_sync):
-        assert kept
-        assert difference < CLOSE
+    assert gradient_difference(*pair) < CLOSE

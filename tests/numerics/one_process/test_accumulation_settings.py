@@ -24,7 +24,7 @@ from tests import long
 from tests.models.kinds import Slim, Stack
 from tests.numerics.one_process.measure import batches, gradient_difference
 from tests.numerics.one_process.test_accumulation import CLOSE
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.two_sides import WithFsdp2, WithOneProcess, loss_of, sgd, share
 
 MIXED = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -50,7 +50,11 @@ def _train(pair: WithOneProcess, *, synchronizes: bool = False) -> float:
     return worst
 
 
-def _as_fsdp2(policy: MixedPrecisionPolicy) -> None:
+@pytest.mark.core
+@pytest.mark.long
+@long.parametrize("policy", [MIXED, HALF], always=[MIXED], ids=["bf16", "fp16"])
+@on_ranks(world_size=4)
+def test_low_precision_accumulates_as_fsdp2_does_bit_by_bit(policy: MixedPrecisionPolicy) -> None:
     """Compares gradients with FSDP2's after one held, one partly held and one reduced microbatch."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 
@@ -73,14 +77,9 @@ def _as_fsdp2(policy: MixedPrecisionPolicy) -> None:
     pair.compare_gradients()
 
 
-@pytest.mark.core
 @pytest.mark.long
-@long.parametrize("policy", [MIXED, HALF], always=[MIXED], ids=["bf16", "fp16"])
-def test_low_precision_accumulates_as_fsdp2_does_bit_by_bit(policy: MixedPrecisionPolicy) -> None:
-    run_ranks(_as_fsdp2, policy, world_size=4)
-
-
-def _near_overflow() -> tuple[float, list[float]]:
+@on_ranks(world_size=4)
+def test_float16_divides_by_a_power_of_two_before_the_sum_and_by_the_rest_after() -> None:
     """The gradient of a weight that is near float16's largest number on every rank, held once; and all divisors."""
     model = nn.Linear(1, 1, bias=False)
     fully_shard(model, mp_policy=HALF)
@@ -92,25 +91,17 @@ def _near_overflow() -> tuple[float, list[float]]:
     assert isinstance(model.weight.grad, DTensor)
     nodes = [node for ran in regions_of(units(model)) for step in ran.steps for node in step.graph.nodes]
     divisors = [node.args[1] for node in nodes if node.target is torch.ops.aten.div.Tensor]
-    return model.weight.grad.full_tensor().item(), divisors
-
-
-@pytest.mark.long
-def test_float16_divides_by_a_power_of_two_before_the_sum_and_by_the_rest_after() -> None:
-    for gradient, divisors in run_ranks(_near_overflow, world_size=4):
-        assert gradient == 30_000.0, "the sum over four ranks does not fit into float16, half of it does"
-        assert divisors == [2.0, 2.0]
-
-
-def _inductor() -> float:
-    return _train(_pair(make=Slim, options={"lower": "inductor"}, reshard_after_forward=False))
+    gradient = model.weight.grad.full_tensor().item()
+    assert gradient == 30_000.0, "the sum over four ranks does not fit into float16, half of it does"
+    assert divisors == [2.0, 2.0]
 
 
 @pytest.mark.long
 @pytest.mark.inductor
+@on_ranks(timeout_s=500)
 def test_under_inductor() -> None:
     """Unreduced gradients and kept parameters are inputs of kernels."""
-    assert max(run_ranks(_inductor, timeout_s=500)) < 10 * CLOSE
+    assert (_train(_pair(make=Slim, options={"lower": "inductor"}, reshard_after_forward=False))) < 10 * CLOSE
 
 
 def _planned() -> float:
@@ -134,7 +125,8 @@ def test_a_planned_schedule_holds_and_reduces_in_part(world_size: int) -> None:
     assert max(run_ranks(_planned, world_size=world_size)) < CLOSE
 
 
-def _policy_changes() -> tuple[float, list[int]]:
+@on_ranks()
+def test_reshard_after_forward_can_be_changed_between_steps() -> None:
     """Gathers of forward and backward after each change of `set_reshard_after_forward`."""
     pair = _pair()
     gathers, worst = [], 0.0
@@ -142,17 +134,13 @@ def _policy_changes() -> tuple[float, list[int]]:
         pair.call.set_reshard_after_forward(frees)
         worst = max(worst, _train(pair, synchronizes=True))
         gathers.append(_collectives(pair.model, Role.GATHER))
-    return max(worst, _train(pair)), gathers
+    worst, (freed, kept) = max(worst, _train(pair)), gathers
+    assert worst < CLOSE
+    assert freed == 2 * kept > 0
 
 
 def _collectives(model: nn.Module, role: Role) -> int:
     return sum(len(list(step.nodes(role))) for ran in regions_of(units(model)) for step in ran.steps)
-
-
-def test_reshard_after_forward_can_be_changed_between_steps() -> None:
-    for worst, (freed, kept) in run_ranks(_policy_changes):
-        assert worst < CLOSE
-        assert freed == 2 * kept > 0
 
 
 class Average:
@@ -199,7 +187,9 @@ def test_a_hook_is_called_once_with_the_sum_of_held_and_new_gradients(world_size
         assert calls == [0, flats, flats, 2 * flats]
 
 
-def _quantized() -> float:
+@pytest.mark.long
+@on_ranks()
+def test_gradients_accumulate_where_parameters_travel_in_8_bits() -> None:
     """The difference of unreduced gradients from those of one batch."""
     torch.manual_seed(0)
     model: Any = Stack(1)
@@ -215,9 +205,4 @@ def _quantized() -> float:
         (loss_of(compiled(first)) / 2).backward()
     (loss_of(compiled(second)) / 2).backward()
     pairs = zip(once, model.parameters(), strict=True)
-    return max((a - p.grad.full_tensor()).abs().max().item() for a, p in pairs)
-
-
-@pytest.mark.long
-def test_gradients_accumulate_where_parameters_travel_in_8_bits() -> None:
-    assert max(run_ranks(_quantized)) < CLOSE
+    assert (max((a - p.grad.full_tensor()).abs().max().item() for a, p in pairs)) < CLOSE

@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import fully_shard, no_sync
-from tests.ranks import run_ranks
+from tests import long
+from tests.ranks import on_ranks
 from tests.two_sides import close, compile_eagerly
 
 
@@ -100,7 +101,8 @@ def _compare(model: nn.Module, reference: nn.Module) -> None:
         close(ours.grad.full_tensor(), theirs.grad, name)
 
 
-def _around() -> None:
+@on_ranks()
+def test_a_unit_gets_all_gradients_where_a_backward_runs_inside_of_another() -> None:
     model, reference = _Around(), _Around()
     reference.load_state_dict(model.state_dict())
     fully_shard(model)
@@ -111,11 +113,9 @@ def _around() -> None:
     _compare(model, reference)
 
 
-def test_a_unit_gets_all_gradients_where_a_backward_runs_inside_of_another() -> None:
-    run_ranks(_around)
-
-
-def _accumulated(make: type[nn.Module]) -> None:
+@long.parametrize("make", [_Blocks, _Whole], always=[_Blocks])
+@on_ranks()
+def test_accumulated_gradients_count_once_where_a_backward_runs_inside_of_another(make: type[nn.Module]) -> None:
     model = make()
     reference = copy.deepcopy(model)
     fully_shard(model)
@@ -130,12 +130,8 @@ def _accumulated(make: type[nn.Module]) -> None:
     _compare(model, reference)
 
 
-@pytest.mark.parametrize("make", [_Blocks, _Whole])
-def test_accumulated_gradients_count_once_where_a_backward_runs_inside_of_another(make: type[nn.Module]) -> None:
-    run_ranks(_accumulated, make)
-
-
-def _failed_hook() -> None:
+@on_ranks()
+def test_a_hook_that_fails_keeps_no_gradient_from_the_other_parameters_of_its_unit() -> None:
     model = _Fails()
     fully_shard(model)
     compiled = compile_eagerly(model)
@@ -145,7 +141,3 @@ def _failed_hook() -> None:
         _backward(compiled, share)
     handle.remove()
     assert model.second.bias.grad is not None
-
-
-def test_a_hook_that_fails_keeps_no_gradient_from_the_other_parameters_of_its_unit() -> None:
-    run_ranks(_failed_hook)

@@ -23,7 +23,7 @@ from tests.fake_world import fake_world
 from tests.models.kinds import WIDTH, Slim, Stack
 from tests.numerics.one_process.measure import batches, train_pair
 from tests.numerics.one_process.test_mixed_precision import BF16, ByHand, train_both
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.two_sides import compile_eagerly, loss_of
 
 Calls = list[tuple[int, ...]]
@@ -98,7 +98,11 @@ def test_one_rank_calls_its_hook_as_well() -> None:
     assert {output for _, output in found[1]} == {-1}
 
 
-def _compressed(state: bool) -> float:  # noqa: FBT001
+@pytest.mark.long
+@pytest.mark.core
+@pytest.mark.parametrize("state", [False, True])
+@on_ranks()
+def test_bf16_compress_is_a_cast_in_the_graph(state: bool) -> None:  # noqa: FBT001
     def prepare(model: nn.Module) -> None:
         fully_shard(model)
         made = default_hooks.LowPrecisionState(dist.group.WORLD) if state else None
@@ -106,17 +110,11 @@ def _compressed(state: bool) -> float:  # noqa: FBT001
         groups = [group for unit in units(model) for group in unit.groups]
         assert all(param.spec.reduce_dtype is BF16 for group in groups for param in group.params)
 
-    return train_both(Stack, prepare, ByHand(lambda m: m, torch.float32, BF16))
+    assert train_both(Stack, prepare, ByHand(lambda m: m, torch.float32, BF16)) == 0.0
 
 
-@pytest.mark.long
-@pytest.mark.core
-@pytest.mark.parametrize("state", [False, True])
-def test_bf16_compress_is_a_cast_in_the_graph(*, state: bool) -> None:
-    assert run_ranks(_compressed, state) == [0.0, 0.0]
-
-
-def _graph_of_known_hooks() -> None:
+@on_ranks()
+def test_torchs_hooks_are_ordinary_nodes() -> None:
     for hook, dtype in (
         (default_hooks.fp16_compress_hook, torch.float16),
         (default_hooks.reduce_scatter_hook, torch.float32),
@@ -128,10 +126,6 @@ def _graph_of_known_hooks() -> None:
         for node in backward.nodes(Role.REDUCE):
             assert "reduce_scatter_tensor_coalesced" in str(node.target)
             assert {message.meta["val"].dtype for message in node.all_input_nodes} == {dtype}
-
-
-def test_torchs_hooks_are_ordinary_nodes() -> None:
-    run_ranks(_graph_of_known_hooks)
 
 
 def _accumulated(strategy: ShardingStrategy, *, reduce_scattered: bool) -> None:
@@ -184,7 +178,9 @@ class _Either(nn.Module):
         return out
 
 
-def _accumulated_and_left() -> None:
+@pytest.mark.long
+@on_ranks()
+def test_what_no_microbatch_reduces_is_compressed_at_the_end() -> None:
     """The microbatch that reduces does not use a layer: its gradients are reduced at the end of the backward."""
     model: Any = _Either()
     for module in (model.one, model.other, model):
@@ -198,11 +194,9 @@ def _accumulated_and_left() -> None:
     assert model.one.weight.grad.full_tensor().flatten().tolist() == [2064.0] * 4
 
 
-def test_what_no_microbatch_reduces_is_compressed_at_the_end() -> None:
-    run_ranks(_accumulated_and_left)
-
-
-def _other_state() -> float:
+@pytest.mark.long
+@on_ranks()
+def test_a_state_of_ones_own_is_honoured() -> None:
     """A state that divides otherwise is honoured: the hook then runs as it is."""
     torch.manual_seed(0)
     model = Stack(1)
@@ -220,32 +214,21 @@ def _other_state() -> float:
         assert isinstance(mine.grad, DTensor)
         assert isinstance(theirs.grad, DTensor)
         worst = max(worst, (4 * mine.grad.full_tensor() - theirs.grad.full_tensor()).abs().max().item())
-    return worst
+    assert worst < 1e-6
 
 
 @pytest.mark.long
-def test_a_state_of_ones_own_is_honoured() -> None:
-    assert max(run_ranks(_other_state)) < 1e-6
-
-
-def _inductor() -> float:
+@on_ranks()
+def test_under_inductor() -> None:
     def prepare(model: nn.Module) -> None:
         fully_shard(model)
         register_comm_hook(model, Counts(), "mine")
 
-    return train_pair(Slim, lower="inductor", steps=2, prepare=prepare).gradient
+    assert (train_pair(Slim, lower="inductor", steps=2, prepare=prepare).gradient) < 1e-4
 
 
-@pytest.mark.long
-def test_under_inductor() -> None:
-    assert max(run_ranks(_inductor)) < 1e-4
-
-
+@on_ranks()
 def test_the_gradient_comes_in_the_reductions_dtype() -> None:
-    run_ranks(_dtype_of_gradient)
-
-
-def _dtype_of_gradient() -> None:
     seen = []
 
     def hook(_: object, gradient: torch.Tensor, output: torch.Tensor) -> None:

@@ -18,7 +18,7 @@ from tests import long
 from tests.models.kinds import GraphBreaks, Slim
 from tests.numerics.one_process.measure import batches, gradient_difference
 from tests.numerics.one_process.test_accumulation import CLOSE, gradients_are_none, make_pair
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.two_sides import Run, WithFsdp2, WithOneProcess, compare_gradients, loss_of, share
 
 
@@ -39,7 +39,9 @@ def _hold(pair: WithOneProcess) -> None:
         pair.backward()
 
 
-def _cases() -> dict[str, float]:
+@pytest.mark.core
+@on_ranks()
+def test_nothing_is_lost_and_nothing_counts_twice() -> None:
     """One model through every odd order of forward, backward and flags; the difference after each."""
     pair = make_pair()
     found: dict[str, float] = {}
@@ -94,39 +96,27 @@ def _cases() -> dict[str, float]:
         pair.model.get_parameter("nothing")
     pair.backward()
     finish("exception inside")
-    return found
+    assert len(found) == 8
+    assert {name: value for name, value in found.items() if not value < CLOSE} == {}
 
 
-@pytest.mark.core
-def test_nothing_is_lost_and_nothing_counts_twice() -> None:
-    for found in run_ranks(_cases):
-        assert len(found) == 8
-        assert {name: value for name, value in found.items() if not value < CLOSE} == {}
-
-
-def _unused() -> float:
+@on_ranks()
+def test_a_parameter_that_the_last_microbatch_does_not_use_gets_what_was_held() -> None:
     pair = make_pair("full", Branching)
     with no_sync(pair.call):
         pair.backward()
     pair.change(lambda model: setattr(model, "chosen", 1))
     pair.backward()
-    return gradient_difference(*pair)
+    assert gradient_difference(*pair) < CLOSE
 
 
-def test_a_parameter_that_the_last_microbatch_does_not_use_gets_what_was_held() -> None:
-    assert max(run_ranks(_unused)) < CLOSE
-
-
-def _skipped() -> float:
+@on_ranks()
+def test_a_gradient_stays_when_a_later_backward_skips_its_parameter() -> None:
     pair = make_pair("full", Branching)
     pair.backward()
     pair.change(lambda model: setattr(model, "chosen", 1))
     pair.backward()
-    return gradient_difference(*pair)
-
-
-def test_a_gradient_stays_when_a_later_backward_skips_its_parameter() -> None:
-    assert max(run_ranks(_skipped)) < CLOSE
+    assert gradient_difference(*pair) < CLOSE
 
 
 def _late() -> float:
@@ -189,7 +179,10 @@ def test_settings_of_fsdp2_give_its_gradients_bit_by_bit(hybrid: bool, factor: f
     run_ranks(_beside_fsdp2, hybrid, factor, world_size=4 if hybrid else 2)
 
 
-def _before_the_last_backward() -> None:
+@on_ranks()
+def test_each_backward_hands_gradients_over_as_fsdp2_does() -> None:
+    """After one that is not the last, too."""
+
     def shard(model: Any, fully_shard: Any = fsdp2) -> None:
         fully_shard(model.blocks[0])
         fully_shard(model)
@@ -200,11 +193,6 @@ def _before_the_last_backward() -> None:
         pair.change(lambda model: model.set_is_last_backward(is_last))  # noqa: B023  runs at once
         pair.backward()
         compare_gradients(pair.model, pair.reference, within=(0.0, CLOSE))
-
-
-def test_each_backward_hands_gradients_over_as_fsdp2_does() -> None:
-    """After one that is not the last, too."""
-    run_ranks(_before_the_last_backward)
 
 
 def test_what_is_no_model_is_refused_by_name() -> None:

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.models.kinds import KINDS
-from tests.numerics.one_process.measure import Differences, train_pair
-from tests.ranks import run_ranks
+from tests.numerics.one_process.measure import train_pair
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.inductor
 RATE = 1e-3
@@ -38,7 +38,11 @@ def _llama() -> nn.Module:
     )
 
 
-def _train_llama(optimizer_made: Literal["before", "after"]) -> tuple[list[float], float]:
+@pytest.mark.long
+@pytest.mark.core
+@pytest.mark.parametrize("optimizer_made", ["before", "after"])
+@on_ranks(timeout_s=500)
+def test_llama_trains_as_in_one_process(optimizer_made: Literal["before", "after"]) -> None:
     """Differences of the losses, and of the parameters after three AdamW steps in units of the learning rate."""
     torch.manual_seed(0)
     model = _llama()
@@ -63,26 +67,16 @@ def _train_llama(optimizer_made: Literal["before", "after"]) -> tuple[list[float
             each.step()
             each.zero_grad()
     pairs = zip(model.parameters(), reference.parameters(), strict=True)
-    return losses, max((p.full_tensor() - q).abs().max().item() for p, q in pairs) / RATE  # type: ignore[attr-defined]
-
-
-@pytest.mark.long
-@pytest.mark.core
-@pytest.mark.parametrize("optimizer_made", ["before", "after"])
-def test_llama_trains_as_in_one_process(optimizer_made: Literal["before", "after"]) -> None:
-    for losses, update in run_ranks(_train_llama, optimizer_made, timeout_s=500):
-        assert max(losses) < 1e-5
-        assert update < 0.02
-
-
-def _kind(name: str) -> Differences:
-    return train_pair(KINDS[name], lower="inductor", clip=0.5)
+    update = max((p.full_tensor() - q).abs().max().item() for p, q in pairs) / RATE  # type: ignore[attr-defined]
+    assert max(losses) < 1e-5
+    assert update < 0.02
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["tied", "odd-shapes"])
+@on_ranks(timeout_s=500)
 def test_kind(name: str) -> None:
-    for found in run_ranks(_kind, name, timeout_s=500):
-        assert found.loss < 1e-5
-        assert found.gradient < 1e-3
-        assert found.parameter < 0.02
+    found = train_pair(KINDS[name], lower="inductor", clip=0.5)
+    assert found.loss < 1e-5
+    assert found.gradient < 1e-3
+    assert found.parameter < 0.02

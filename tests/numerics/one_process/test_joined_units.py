@@ -1,21 +1,27 @@
-"""Units that share collectives train as units that do not: the same bits on two ranks, the same numbers on more."""
+"""Units that share collectives, and large parameters as messages of their own or packed: the numbers stay."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import explain, fully_shard
+from fsdp_compile.cost.communicate import Kind
+from fsdp_compile.cost.hardware import Hardware, Quantity, hardware
+from fsdp_compile.explain.plan import Plan
+from fsdp_compile.explain.report import Layout
 from tests.models.kinds import WIDTH, Slim, Stack, Tied
 from tests.numerics.one_process.measure import Differences, Prepare, batches, train_pair
 from tests.numerics.one_process.test_model_kinds import assert_equal_training
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.two_sides import loss_of
 
 
@@ -39,13 +45,10 @@ def _trained(bucket_mb: float) -> list[torch.Tensor]:
     return [*losses, *parameters]
 
 
-def _are_alike() -> bool:
-    return all(map(torch.equal, _trained(0), _trained(10)))
-
-
 @pytest.mark.core
+@on_ranks()
 def test_sharing_collectives_changes_no_bit_on_two_ranks() -> None:
-    assert run_ranks(_are_alike) == [True, True]
+    assert all(map(torch.equal, _trained(0), _trained(10)))
 
 
 def _with_buckets_chosen(make: Callable[[], torch.nn.Module], prepare: Prepare | None) -> Differences:
@@ -92,3 +95,48 @@ def test_tiny_units_share_collectives_by_default_and_the_report_says_so() -> Non
     assert shared == [1, 2], "a gather in forward; one and a reduction in backward"
     assert apart == [len(units), 2 * len(units)]
     assert _collectives({"prefetch": 1})[0] == apart, "a fixed distance counts units"
+
+
+Messages = dict[Kind, set[tuple[Layout, int]]]
+"""For each kind of collective, where a unit has several parameters: layouts of messages and how many they hold."""
+
+
+def _hardware(message_us: float) -> Hardware:
+    cpu = hardware("cpu", 10.0)
+    return dataclasses.replace(cpu, link=dataclasses.replace(cpu.link, message=Quantity(message_us, "us", "a test's")))
+
+
+def _wide() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 512), nn.Tanh(), nn.Linear(512, WIDTH))
+
+
+def _messages(plan: Plan) -> Messages:
+    found: Messages = {}
+    for graph in plan.graphs:
+        for collective in graph.collectives:
+            messages = [(message.layout, len(message.parameters)) for message in collective.messages]
+            if sum(count for _, count in messages) > 1:  # backward gathers weights, and no biases
+                found.setdefault(collective.kind, set()).update(messages)
+    return found
+
+
+def _trained_of_layouts(message_us: float) -> tuple[Differences, Messages]:
+    models: list[nn.Module] = []
+    options = {"hardware": _hardware(message_us), "bucket_mb": 0}
+    found = train_pair(_wide, prepare=lambda model: models.append(fully_shard(model)), options=options)
+    return found, _messages(explain(models[0]))
+
+
+def _both() -> list[tuple[Differences, Messages]]:
+    return [_trained_of_layouts(message_us) for message_us in (0.0, 1e6)]
+
+
+@pytest.mark.core
+def test_each_layout_is_taken_where_it_is_cheaper_and_changes_no_number() -> None:
+    ranks = run_ranks(_both)
+    for layout in zip(*ranks, strict=True):
+        assert_equal_training([found for found, _ in layout])
+    apart, packed = (messages for _, messages in ranks[0])
+    for kind in (Kind.GATHER, Kind.REDUCE):
+        assert (Layout.OWN, 1) in apart[kind]
+        assert {layout for layout, _ in packed[kind]} == {Layout.PACKED}

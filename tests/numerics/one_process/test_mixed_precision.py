@@ -20,9 +20,10 @@ from torch.distributed.tensor import DTensor
 from fsdp_compile import MixedPrecision, fully_shard, no_sync, register_comm_hook, step_in_backward
 from fsdp_compile._torch.fully_shard_params import HAS_GRAD_DTYPES
 from fsdp_compile.config.policy import AnyPrecisionPolicy
+from tests import long
 from tests.models.kinds import WIDTH, Slim, Stack
 from tests.numerics.one_process.measure import batches
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.two_sides import loss_of
 
 BF16 = torch.bfloat16
@@ -146,14 +147,15 @@ def _case(name: str) -> float:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("name", CASES)
+@long.parametrize("name", CASES, always=["reduce-dtype-follows", "fsdp1"])
 def test_equals_casts_by_hand(name: str) -> None:
     # AOTAutograd's batch norm rounds otherwise than eager's, by float32's eps; bfloat16 around it makes 2^-8 of that.
     bound = 4e-3 if CASES[name][0] is Normed else 0.0
     assert max(run_ranks(_case, name)) <= bound
 
 
-def _bottom_up() -> float:
+@on_ranks()
+def test_each_unit_has_its_own_dtypes() -> None:
     def prepare(model: nn.Module) -> None:
         for block, policy in zip(model.blocks, (MixedPrecisionPolicy(), MixedPrecisionPolicy(BF16)), strict=True):  # type: ignore[arg-type]
             fully_shard(block, mp_policy=policy)
@@ -171,16 +173,12 @@ def _bottom_up() -> float:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.head(self.blocks[1](self.blocks[0](x.float())))
 
-    return train_both(lambda: Widened(2), prepare, ByHand(low, BF16, torch.float32))
+    worst = train_both(lambda: Widened(2), prepare, ByHand(low, BF16, torch.float32))
+    assert worst < 2e-3
 
 
-def test_each_unit_has_its_own_dtypes() -> None:
-    # block 1 is reduced in bfloat16, and by hand in float32: half a unit in the last of bfloat16's 8 bits
-    for worst in run_ranks(_bottom_up):
-        assert worst < 2e-3
-
-
-def _in_eval() -> None:
+@on_ranks()
+def test_full_precision_in_eval() -> None:
     torch.manual_seed(0)
     model = Normed()
     reference = copy.deepcopy(model).eval()
@@ -201,10 +199,6 @@ def _in_eval() -> None:
         torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, rtol=1e-4, atol=1e-7)
     assert compiled.train()(batch).dtype is BF16
     assert model.seen == (BF16, BF16)
-
-
-def test_full_precision_in_eval() -> None:
-    run_ranks(_in_eval)
 
 
 class _Half(nn.Module):
@@ -228,7 +222,9 @@ EVALUATED: dict[str, tuple[Callable[[Any], Any], bool]] = {
 """What is in eval mode, and whether the optimizer steps in backward."""
 
 
-def _accumulated_in_eval(name: str) -> tuple[int, bool]:
+@long.parametrize("name", EVALUATED, always=["all, updated in backward"])
+@on_ranks()
+def test_gradients_accumulate_in_eval_mode_as_in_training(name: str) -> None:
     """Updates under `no_sync`, and whether a gradient is in a parameter's `.grad` there, of training in eval mode."""
     evaluate, in_backward = EVALUATED[name]
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -261,15 +257,11 @@ def _accumulated_in_eval(name: str) -> tuple[int, bool]:
             optimizer.zero_grad()
         for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(mine.full_tensor(), theirs, rtol=1e-4, atol=1e-6)
-    return updates, is_filled
+    assert (updates, is_filled) == (0, False)
 
 
-@pytest.mark.parametrize("name", EVALUATED)
-def test_gradients_accumulate_in_eval_mode_as_in_training(name: str) -> None:
-    assert run_ranks(_accumulated_in_eval, name) == [(0, False)] * 2
-
-
-def _large_in_eval() -> list[float]:
+@on_ranks()
+def test_a_hook_compresses_no_sums_of_microbatches_in_eval_mode() -> None:
     """A gradient of three microbatches of 257, which bfloat16 rounds to 256, and one of 1."""
     model = nn.Linear(1, 4, bias=False)
     fully_shard(model, mp_policy=MixedPrecision(reduce_dtype=torch.float32, full_precision_in_eval=True))
@@ -281,11 +273,7 @@ def _large_in_eval() -> list[float]:
             run(torch.full((1, 1), value)).sum().backward()
     run(torch.ones(1, 1)).sum().backward()
     assert isinstance(model.weight.grad, DTensor)
-    return model.weight.grad.full_tensor().flatten().tolist()
-
-
-def test_a_hook_compresses_no_sums_of_microbatches_in_eval_mode() -> None:
-    assert run_ranks(_large_in_eval) == [[772.0] * 4] * 2
+    assert model.weight.grad.full_tensor().flatten().tolist() == [772.0] * 4
 
 
 def _low_in_eval() -> torch.dtype:
@@ -298,7 +286,8 @@ def test_eval_is_mixed_unless_asked() -> None:
     assert run_ranks(_low_in_eval, world_size=1) == [BF16]
 
 
-def _low_gradients() -> None:
+@on_ranks()
+def test_low_precision_gradients_are_kept_if_asked() -> None:
     torch.manual_seed(0)
     model = Slim(1)
     full = copy.deepcopy(model)
@@ -318,7 +307,3 @@ def _low_gradients() -> None:
         assert isinstance(mine.grad, DTensor)
         assert (mine.grad.dtype, mine.dtype) == (BF16, torch.float32)
         assert torch.equal(mine.grad.to_local(), sums[mine])
-
-
-def test_low_precision_gradients_are_kept_if_asked() -> None:
-    run_ranks(_low_gradients)

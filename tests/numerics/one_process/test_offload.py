@@ -16,7 +16,7 @@ from tests.delayed_copies import ON_SUCH_A_HOST, delayed_copies
 from tests.models.kinds import Slim, Stack
 from tests.numerics.one_process.measure import Differences, gradient_difference, train_pair
 from tests.numerics.one_process.strategies import PRECISIONS, STRATEGIES
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.two_sides import WithOneProcess
 
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -39,7 +39,11 @@ def _train(name: str) -> tuple[Differences, int]:
         return train_pair(Slim, prepare=prepare, options=options, steps=2), len(copied)
 
 
-def _accumulate(strategy: str, held: str) -> tuple[float, int]:
+@pytest.mark.long
+@pytest.mark.core
+@pytest.mark.parametrize(("strategy", "held"), [("full", "all"), ("hybrid", "replicas")])
+@on_ranks(world_size=4)
+def test_offloaded_gradients_that_are_held_back_equal_one_process(strategy: str, held: str) -> None:
     """Two backwards of which the first is held back: the largest difference of a gradient."""
     with delayed_copies() as copied:
         arguments = {**STRATEGIES[strategy](), "offload_policy": ON_SUCH_A_HOST}
@@ -50,7 +54,9 @@ def _accumulate(strategy: str, held: str) -> tuple[float, int]:
                 pair.model.set_requires_all_reduce(step % 2 == 1)
             with fsdp_compile.no_sync(pair.model) if held == "all" and step % 2 == 0 else nullcontext():
                 pair.backward()
-    return gradient_difference(*pair), len(copied)
+    difference, copies = gradient_difference(*pair), len(copied)
+    assert difference < 1e-5
+    assert copies > 0
 
 
 @pytest.mark.core
@@ -62,12 +68,3 @@ def test_every_combination_equals_one_process(name: str) -> None:
         assert differences.gradient < (2e-5 if exact else 1e-1)
         # Each unit goes in twice per step, and its gradients out once; kept parameters go in once.
         assert copies >= 2 * 3 * 2
-
-
-@pytest.mark.long
-@pytest.mark.core
-@pytest.mark.parametrize(("strategy", "held"), [("full", "all"), ("hybrid", "replicas")])
-def test_offloaded_gradients_that_are_held_back_equal_one_process(strategy: str, held: str) -> None:
-    for difference, copies in run_ranks(_accumulate, strategy, held, world_size=4):
-        assert difference < 1e-5
-        assert copies > 0

@@ -122,7 +122,7 @@ def _scaled(shown: str) -> nn.Module:
     return nn.Sequential(_ScaledLinear(32, 512, shown), nn.Tanh(), _ScaledLinear(512, 16, shown))
 
 
-@pytest.mark.parametrize("shown", ["itself", "view"])
+@long.parametrize("shown", ["itself", "view"], always=["view"])
 def test_weight_gradients_of_a_scale_that_backward_writes_are_not_delayed_past_the_write(shown: str) -> None:
     assert_equal_training([found for found, _ in run_ranks(_delayed, functools.partial(_scaled, shown), world_size=2)])
 

@@ -43,7 +43,7 @@ def _numbers(kind: str) -> Differences:
 
 
 @pytest.mark.core
-@long.parametrize("kind", TRAINED, always=["odd-shapes", "repeated"])
+@long.parametrize("kind", TRAINED, always=["repeated"])
 def test_no_rule_changes_a_number(kind: str) -> None:
     assert_equal_training(run_ranks(_numbers, kind))
 

@@ -1,7 +1,8 @@
-"""Hooks on saved tensors, as activation offloading has them, see activations and no sharded parameters."""
+"""Hooks on saved tensors and checkpoints see activations, and no sharded parameters."""
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -9,11 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
-from fsdp_compile import units
+import fsdp_compile
+from fsdp_compile import fully_shard, units
+from tests.fake_world import fake_world
 from tests.models.outlines import Small
-from tests.ranks import run_ranks
-from tests.two_sides import WithOneProcess, loss_of
+from tests.ranks import on_ranks
+from tests.two_sides import WithOneProcess, compare_gradients, compile_eagerly, loss_of
 
 Hooks = Callable[[], saved_tensors_hooks]
 
@@ -47,7 +51,8 @@ class _Branches(nn.Module):
         return self.left(x) if self.chosen == "left" else self.right(x)
 
 
-def _trained() -> None:
+@on_ranks()
+def test_parameters_that_are_left_out_have_no_gradient() -> None:
     for hooks in (_copying, save_on_cpu):
         pair = WithOneProcess(_Branches, optimizer=_adamw, loss=functools.partial(_loss, hooks))
         assert len(units(pair.model)) == 1
@@ -56,11 +61,8 @@ def _trained() -> None:
             pair.train(steps=1)
 
 
-def test_parameters_that_are_left_out_have_no_gradient() -> None:
-    run_ranks(_trained)
-
-
-def _unseen() -> None:
+@on_ranks()
+def test_hooks_do_not_see_sharded_parameters() -> None:
     packed: list[int] = []
 
     def note(saved: torch.Tensor) -> torch.Tensor:
@@ -73,5 +75,35 @@ def _unseen() -> None:
     assert not {group.flat.data_ptr() for unit in units(pair.model) for group in unit.groups}.intersection(packed)
 
 
-def test_hooks_do_not_see_sharded_parameters() -> None:
-    run_ranks(_unseen)
+class _Attends(nn.Module):
+    """An attention that is checkpointed: torch saves the state of its random numbers for backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        attended: torch.Tensor = checkpoint(self._attend, x, use_reentrant=False)
+        out: torch.Tensor = self.head(attended)
+        return out
+
+    def _attend(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.inner(x, x, x, need_weights=False)[0]
+        return out
+
+
+def test_gradients_accumulate_where_a_state_of_random_numbers_is_saved() -> None:
+    torch.manual_seed(0)
+    with fake_world(1):
+        model = _Attends()
+        reference = copy.deepcopy(model)
+        compiled = compile_eagerly(fully_shard(model))
+        for batch in torch.randn(2, 3, 4, 6):
+            with fsdp_compile.no_sync(model):
+                compiled(batch).square().mean().backward()
+            reference(batch).square().mean().backward()
+        batch = torch.randn(3, 4, 6)
+        compiled(batch).square().mean().backward()
+        reference(batch).square().mean().backward()
+        compare_gradients(model, reference, (1.3e-6, 1e-5))

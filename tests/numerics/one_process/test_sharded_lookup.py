@@ -21,7 +21,7 @@ from fsdp_compile.cost.hardware import hardware
 from fsdp_compile.errors import BudgetTooSmallError, ConfigError
 from fsdp_compile.explain.plan import Plan
 from tests import long
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 WIDTH = 16
 Prepare = Callable[["Words"], object]
@@ -163,20 +163,18 @@ def _trained(case: Case, embedding: str) -> list[torch.Tensor]:
     return found
 
 
-def _is_the_same(name: str) -> bool:
+@pytest.mark.core
+@long.parametrize("name", CASES, always=["padding", "by-hand"])
+@on_ranks()
+def test_two_ranks_train_to_the_bits_of_gathered_tables(name: str) -> None:
     """Whether every bit of a case is."""
     case = CASES[name]
     pairs = zip(_trained(case, "gathered"), _trained(case, "sharded"), strict=True)
-    return all(torch.equal(one, other) for one, other in pairs)
+    assert all(torch.equal(one, other) for one, other in pairs)
 
 
-@pytest.mark.core
-@long.parametrize("name", CASES, always=["padding", "by-hand"])
-def test_two_ranks_train_to_the_bits_of_gathered_tables(name: str) -> None:
-    assert run_ranks(_is_the_same, name) == [True, True]
-
-
-def _budgets() -> list[bool]:
+@on_ranks()
+def test_budgets_change_no_bit_where_the_root_has_the_table() -> None:
     """Whether the least budget that an error names, and a larger one, change no bit."""
     too_small = Case(prepare=_by_hand, options={"memory_budget_gb": 1e-9})
     with pytest.raises(Exception, match="do not hold") as caught:
@@ -188,11 +186,7 @@ def _budgets() -> list[bool]:
     wanted = _trained(Case(prepare=_by_hand), "gathered")
     budgets = [error.least_bytes * times / 1e9 for times in (1.001, 1.3)]
     cases = [Case(prepare=_by_hand, options={"memory_budget_gb": budget}) for budget in budgets]
-    return [all(map(torch.equal, wanted, _trained(case, "sharded"))) for case in cases]
-
-
-def test_budgets_change_no_bit_where_the_root_has_the_table() -> None:
-    assert run_ranks(_budgets) == [[True, True]] * 2
+    assert [all(map(torch.equal, wanted, _trained(case, "sharded"))) for case in cases] == [True, True]
 
 
 def _largest_difference(case: Case) -> float:

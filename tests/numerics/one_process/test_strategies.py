@@ -34,7 +34,7 @@ from tests.numerics.one_process.measure import (
     train_pair,
 )
 from tests.numerics.one_process.strategies import PRECISIONS, STRATEGIES
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.two_sides import WithOneProcess, mean_over_ranks
 from tests.verify.captured import World
 from tests.verify.graphs import graph
@@ -168,19 +168,16 @@ def test_every_mesh_with_integer_reshard_is_verified() -> None:
 
 @pytest.mark.long
 @pytest.mark.core
+@on_ranks(world_size=4)
 def test_kept_parameters_train_as_in_one_process() -> None:
-    for found in run_ranks(_train_kept, world_size=4):
-        for name, differences in found.items():
-            assert differences.loss < 1e-6, name
-            assert differences.gradient < 2e-5, name
-
-
-def _train_kept() -> dict[str, Differences]:
     """Padding, tied and frozen parameters, recomputation, several dtypes in one unit."""
-    return {
+    found = {
         make.__name__: train_pair(make, prepare=lambda m: fully_shard(m, reshard_after_forward=2), steps=2)
         for make in (OddShapes, Tied, Frozen, Checkpointed, SeveralDtypes)
     }
+    for name, differences in found.items():
+        assert differences.loss < 1e-6, name
+        assert differences.gradient < 2e-5, name
 
 
 def test_replicas_alone_gather_nothing_and_average_each_unit_at_once() -> None:
@@ -218,11 +215,8 @@ def _placed(name: str) -> None:
         assert torch.equal(value.full_tensor(), full[key] + 1), key
 
 
-def _all_placed() -> None:
+@pytest.mark.long
+@on_ranks(world_size=4)
+def test_parameters_and_state_dicts_are_placed_as_the_strategy_says() -> None:
     for name in STRATEGIES:
         _placed(name)
-
-
-@pytest.mark.long
-def test_parameters_and_state_dicts_are_placed_as_the_strategy_says() -> None:
-    run_ranks(_all_placed, world_size=4)

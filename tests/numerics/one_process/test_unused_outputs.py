@@ -16,7 +16,8 @@ from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from fsdp_compile import ConfigError, fully_shard, no_sync, step_in_backward
-from tests.ranks import run_ranks
+from tests import long
+from tests.ranks import on_ranks, run_ranks
 from tests.two_sides import Loss, Run, WithOneProcess, close, compare_gradients, compile_eagerly, loss_of, whole
 
 Outputs = tuple[torch.Tensor, torch.Tensor | None]
@@ -43,7 +44,7 @@ def _of(used: slice) -> Loss:
     return lambda call, batch: _loss(*call(batch)[used])
 
 
-LEFT, BOTH = _of(slice(0, 1)), _of(slice(0, 2))
+LEFT, RIGHT, BOTH = _of(slice(0, 1)), _of(slice(1, 2)), _of(slice(0, 2))
 
 
 def _decayed(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -61,15 +62,13 @@ def _each_head(model: Any) -> None:
     fully_shard(model)
 
 
-def _one_unused(lower: str) -> None:
-    pair = _heads(optimizer=_decayed, lower=lower)
-    for loss in (BOTH, LEFT, LEFT, BOTH):
-        pair.train(steps=1, loss=loss)
-
-
 @pytest.mark.parametrize("lower", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
+@on_ranks()
 def test_a_head_whose_output_is_unused_has_none_as_in_one_process(lower: str) -> None:
-    run_ranks(_one_unused, lower)
+    for how, shard in ((Run.PLAIN, fully_shard), (Run.SHARDED, _each_head)):  # one unit, and three
+        pair = _heads(how, shard=shard, optimizer=_decayed, lower=lower)
+        for loss in (BOTH, LEFT, LEFT, RIGHT, BOTH):
+            pair.train(steps=1, loss=loss)
 
 
 def _penalty(model: nn.Module) -> torch.Tensor:
@@ -78,7 +77,8 @@ def _penalty(model: nn.Module) -> torch.Tensor:
     return whole(penalty)
 
 
-def _penalized() -> None:
+@on_ranks()
+def test_a_penalty_outside_of_the_forward_counts_for_an_unused_head() -> None:
     pair = _heads(Run.SHARDED)
     for is_before in (True, False, True):
         pair.zero_grad()
@@ -90,11 +90,9 @@ def _penalized() -> None:
         assert pair.model.right.bias.grad is None
 
 
-def test_a_penalty_outside_of_the_forward_counts_for_an_unused_head() -> None:
-    run_ranks(_penalized)
-
-
-def _of_changing_sizes() -> None:
+@pytest.mark.long
+@on_ranks()
+def test_with_changing_sizes() -> None:
     pair = _heads(dynamic=True)
     for pair.rows in (2, 3, 5):
         for loss in (BOTH, LEFT):
@@ -103,11 +101,13 @@ def _of_changing_sizes() -> None:
             pair.compare_gradients()
 
 
-def test_with_changing_sizes() -> None:
-    run_ranks(_of_changing_sizes)
-
-
-def _accumulated(first: slice, second: slice) -> None:
+@long.parametrize(
+    ("first", "second"),
+    [(slice(0, 2), slice(0, 1)), (slice(0, 1), slice(0, 2)), (slice(0, 1), slice(0, 1))],
+    always=[(slice(0, 2), slice(0, 1))],
+)
+@on_ranks()
+def test_accumulated_gradients_of_an_output_count_when_it_is_used_no_more(first: slice, second: slice) -> None:
     pair = _heads()
     for _ in range(2):  # the second step's graph has accumulated gradients among its inputs
         with no_sync(pair.model):
@@ -115,13 +115,6 @@ def _accumulated(first: slice, second: slice) -> None:
         pair.backward(loss=_of(second))
         pair.compare_gradients()
         pair.zero_grad()
-
-
-@pytest.mark.parametrize(
-    ("first", "second"), [(slice(0, 2), slice(0, 1)), (slice(0, 1), slice(0, 2)), (slice(0, 1), slice(0, 1))]
-)
-def test_accumulated_gradients_of_an_output_count_when_it_is_used_no_more(first: slice, second: slice) -> None:
-    run_ranks(_accumulated, first, second)
 
 
 def _updated_in_backward(used: int, *, unused_is_plain: bool) -> None:
@@ -145,13 +138,14 @@ def _update_in_backward(pair: WithOneProcess, but: list[nn.Parameter]) -> None:
         pair.optimizers.append((_decayed(but),))
 
 
-@pytest.mark.parametrize("unused_is_plain", [False, True])
-@pytest.mark.parametrize("used", [0, 1])
+@long.parametrize("unused_is_plain", [False, True], always=[False])
+@long.parametrize("used", [0, 1], always=[0])
 def test_updates_in_backward_leave_it_alone(used: int, unused_is_plain: bool) -> None:  # noqa: FBT001
     run_ranks(_updated_in_backward, used, unused_is_plain=unused_is_plain)
 
 
-def _updated_for_other_losses() -> None:
+@on_ranks()
+def test_what_no_rank_used_in_a_step_may_be_used_by_one_in_the_next() -> None:
     pair = _heads(Run.SHARDED, shard=_each_head)
     _update_in_backward(pair, [])
     for used in ((0, 0), (0, 1), (1, 1), (1, 0)):  # by each of the two ranks
@@ -161,10 +155,6 @@ def _updated_for_other_losses() -> None:
         (torch.stack(losses).sum() / 2).backward()
         pair.update()
         pair.compare_parameters()
-
-
-def test_what_no_rank_used_in_a_step_may_be_used_by_one_in_the_next() -> None:
-    run_ranks(_updated_for_other_losses)
 
 
 class ThreeHeads(Heads):
@@ -179,7 +169,9 @@ class ThreeHeads(Heads):
         return self.middle(hidden), self.left(hidden), self.right(hidden)
 
 
-def _two_unused_in_two_ways(used: int) -> None:
+@long.parametrize("used", [0, 1], always=[1])
+@on_ranks()
+def test_one_that_is_updated_in_backward_beside_one_that_is_not(used: int) -> None:
     pair = _heads(Run.SHARDED, ThreeHeads, shard=_each_head)
     _update_in_backward(pair, list(pair.model.right.parameters()))
     for loss in (_of(slice(0, 3)), *[_of(slice(used, used + 1))] * 3):
@@ -188,12 +180,10 @@ def _two_unused_in_two_ways(used: int) -> None:
         pair.compare_parameters()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("used", [0, 1])
-def test_one_that_is_updated_in_backward_beside_one_that_is_not(used: int) -> None:
-    run_ranks(_two_unused_in_two_ways, used)
-
-
-def _on_two_meshes(used: int) -> None:
+@on_ranks(world_size=4)
+def test_units_on_two_meshes(used: int) -> None:
     def shard(model: Any) -> None:
         fully_shard(model.right, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "fsdp")))
         everyone = init_device_mesh("cpu", (4,))
@@ -205,12 +195,9 @@ def _on_two_meshes(used: int) -> None:
     pair.compare_gradients()
 
 
-@pytest.mark.parametrize("used", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_units_on_two_meshes(used: int) -> None:
-    run_ranks(_on_two_meshes, used, world_size=4)
-
-
-def _after_a_gradient_of_inputs() -> None:
+@pytest.mark.long
+@on_ranks()
+def test_after_a_gradient_of_inputs() -> None:
     pair = _heads()
     inputs = pair.next_batch()[0].clone().requires_grad_()
     torch.autograd.grad(BOTH(pair.call, inputs), inputs)  # of both outputs, and written nowhere
@@ -218,11 +205,9 @@ def _after_a_gradient_of_inputs() -> None:
     pair.compare_gradients()
 
 
-def test_after_a_gradient_of_inputs() -> None:
-    run_ranks(_after_a_gradient_of_inputs)
-
-
-def _second_backward() -> None:
+@pytest.mark.long
+@on_ranks()
+def test_a_second_backward_through_the_same_graph_for_the_other_output() -> None:
     pair = _heads()
     mine, batch = pair.next_batch()
     for outputs in zip(pair.call(mine), pair.reference(batch), strict=True):
@@ -231,21 +216,15 @@ def _second_backward() -> None:
         pair.compare_gradients()
 
 
-def test_a_second_backward_through_the_same_graph_for_the_other_output() -> None:
-    run_ranks(_second_backward)
-
-
-def _of_inputs() -> None:
+@pytest.mark.long
+@on_ranks()
+def test_a_frozen_model_with_an_unused_output() -> None:
     pair = _heads()
     pair.change(lambda model: model.requires_grad_(requires_grad=False))
     mine, theirs = (torch.ones(4, 6, requires_grad=True) for _ in pair)
     LEFT(pair.call, mine).backward()
     LEFT(pair.reference, theirs).backward()
     close(mine.grad, theirs.grad, "gradient of the input")
-
-
-def test_a_frozen_model_with_an_unused_output() -> None:
-    run_ranks(_of_inputs)
 
 
 @torch.compile(backend="aot_eager")
@@ -261,7 +240,10 @@ class PassesOn(Heads):
         return x.view(-1), self.left(hidden), self.right(hidden)
 
 
-def _after_another_graph() -> None:
+@pytest.mark.long
+@on_ranks()
+def test_a_graph_of_another_backend_before_it_gets_zeros() -> None:
+    """It has an output that is not used either, and its backward does not know `None`."""
     pair = _heads(make=PassesOn)
     weights = [torch.ones(6, requires_grad=True) for _ in pair]
     batch = pair.next_batch()[1]
@@ -272,12 +254,8 @@ def _after_another_graph() -> None:
     pair.compare_gradients()
 
 
-def test_a_graph_of_another_backend_before_it_gets_zeros() -> None:
-    """It has an output that is not used either, and its backward does not know `None`."""
-    run_ranks(_after_another_graph)
-
-
-def _left_out() -> None:
+@on_ranks()
+def test_a_head_that_the_forward_leaves_out_has_none_as_in_one_process() -> None:
     pair = _heads()
     fsdp2 = copy.deepcopy(pair.reference)
     torch_fully_shard(fsdp2)
@@ -288,10 +266,6 @@ def _left_out() -> None:
     assert pair.reference.right.weight.grad is None
     pair.compare_gradients()
     compare_gradients(fsdp2, pair.reference)
-
-
-def test_a_head_that_the_forward_leaves_out_has_none_as_in_one_process() -> None:
-    run_ranks(_left_out)
 
 
 class OwnOrder(Heads):
@@ -306,7 +280,9 @@ class OwnOrder(Heads):
         return [heads.pop(self.first), *heads.values(), *more]
 
 
-def _other_outputs(firsts: tuple[str, str]) -> None:
+@long.parametrize("firsts", [("left", "right"), ("left", "left")], always=[("left", "right")])
+@on_ranks()
+def test_ranks_may_return_other_outputs_in_another_order(firsts: tuple[str, str]) -> None:
     pair = _heads(make=OwnOrder)
     pair.model.first = firsts[dist.get_rank()]
     mine, batch = pair.next_batch()
@@ -318,12 +294,9 @@ def _other_outputs(firsts: tuple[str, str]) -> None:
     pair.compare_gradients()
 
 
-@pytest.mark.parametrize("firsts", [("left", "right"), ("left", "left")])
-def test_ranks_may_return_other_outputs_in_another_order(firsts: tuple[str, str]) -> None:
-    run_ranks(_other_outputs, firsts)
-
-
-def _uneven() -> None:
+@pytest.mark.long
+@on_ranks()
+def test_replicas_that_accumulate_fewer_microbatches_than_others() -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "fsdp"))
     pair = _heads(Run.SHARDED, shard=functools.partial(fully_shard, mesh=mesh))
     batch = pair.next_batch()[1]
@@ -337,10 +310,6 @@ def _uneven() -> None:
     pair.compare_gradients()
 
 
-def test_replicas_that_accumulate_fewer_microbatches_than_others() -> None:
-    run_ranks(_uneven)
-
-
 class TwoInputs(nn.Module):
     """Two layers, each with an input of its own."""
 
@@ -352,7 +321,8 @@ class TwoInputs(nn.Module):
         return self.left(x), self.right(y)
 
 
-def _hooked() -> None:
+@on_ranks()
+def test_a_hook_on_an_input_of_an_unused_output_gets_zeros() -> None:
     batch = torch.randn(4, 6, requires_grad=True)
     other = batch * 1
     seen: list[torch.Tensor] = []
@@ -361,10 +331,6 @@ def _hooked() -> None:
     loss_of(compiled(batch, other)[0]).backward()
     assert [each.any().item() for each in seen] == [False]
     assert batch.grad is not None
-
-
-def test_a_hook_on_an_input_of_an_unused_output_gets_zeros() -> None:
-    run_ranks(_hooked)
 
 
 def _one_each(replicas: int) -> None:
@@ -400,28 +366,22 @@ class _Expert(Heads):
         return self.left(hidden), self.right(hidden)
 
 
-def _beside_another_mesh() -> bool:
+@on_ranks(world_size=4)
+def test_replicas_of_units_on_other_meshes_agree() -> None:
+    """Units that share their replicas, and not their shard group, are not taken for each other."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "fsdp"))
     model = _Expert()
     fully_shard([model.left, model.right], mesh=mesh)
     fully_shard(model.expert, mesh=mesh["dp_replicate"], sharding_strategy=ShardingStrategy.NO_SHARD)
     compiled = compile_eagerly(fully_shard(model, mesh=mesh))
     _loss(*compiled(torch.ones(2, 6))[: 1 + dist.get_rank() // 2]).backward()
-    return model.right.weight.grad is not None
+    assert model.right.weight.grad is not None
 
 
-def test_replicas_of_units_on_other_meshes_agree() -> None:
-    """Units that share their replicas, and not their shard group, are not taken for each other."""
-    assert run_ranks(_beside_another_mesh, world_size=4) == [True] * 4
-
-
-def _penalized_before() -> None:
+@on_ranks()
+def test_a_penalty_of_plain_parameters_is_refused_once_they_are_sharded() -> None:
     pair = _heads()
     penalty = _penalty(pair.model)
     loss = BOTH(pair.call, pair.next_batch()[0])
     with pytest.raises(ConfigError, match="from before the model was sharded"):
         (loss + penalty).backward()
-
-
-def test_a_penalty_of_plain_parameters_is_refused_once_they_are_sharded() -> None:
-    run_ranks(_penalized_before)

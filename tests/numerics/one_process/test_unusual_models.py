@@ -1,25 +1,26 @@
-"""Models that reach their parameters in unusual ways train to the numbers of one process on the whole batch."""
+"""Models that reach their parameters in unusual ways, and first calls, train to the numbers of one process."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_compile import UnsupportedModelError, fully_shard
 from tests import long
 from tests.fake_world import fake_world
-from tests.models.kinds import Stack
+from tests.models.kinds import WIDTH, Slim, Stack
 from tests.models.unusual import KINDS
-from tests.numerics.one_process.measure import Differences, batches, train_pair
+from tests.numerics.one_process.measure import Differences, batches, gradient_difference, train_pair
 from tests.numerics.one_process.test_model_kinds import assert_equal_training
-from tests.ranks import run_ranks
-from tests.two_sides import loss_of
+from tests.ranks import on_ranks, run_ranks
+from tests.two_sides import Run, WithOneProcess, loss_of
 
 LEFT_TO_PYTHON = ("recurrent", "recurrent-first", "experts")
 """No frame of these reaches the backend: they have to be sharded before."""
@@ -40,7 +41,7 @@ def test_sharded_at_the_first_call(name: str) -> None:
 
 
 @pytest.mark.core
-@long.parametrize("name", [*LEFT_TO_PYTHON, "penalty-of-blocks"], always=["penalty-of-blocks", "recurrent-first"])
+@long.parametrize("name", [*LEFT_TO_PYTHON, "penalty-of-blocks"], always=["penalty-of-blocks"])
 def test_sharded_before_the_compile(name: str) -> None:
     assert_equal_training(run_ranks(_kind, name, sharded_before=True))
 
@@ -64,7 +65,8 @@ class _OwnForwardAtTheTop(Stack):
         return x @ self.head.weight.t()
 
 
-def _own_forward_at_the_top() -> float:
+@on_ranks()
+def test_a_forward_of_the_instances_own() -> None:
     torch.manual_seed(0)
     model = _OwnForwardAtTheTop()
     reference = copy.deepcopy(model)
@@ -76,11 +78,7 @@ def _own_forward_at_the_top() -> float:
     weight, expected = model.head.weight.grad, reference.head.weight.grad
     assert expected is not None
     assert model.head.bias.grad is None
-    return (weight.full_tensor() - expected).abs().max().item()  # type: ignore[union-attr]
-
-
-def test_a_forward_of_the_instances_own() -> None:
-    assert max(run_ranks(_own_forward_at_the_top)) < 1e-5
+    assert (weight.full_tensor() - expected).abs().max().item() < 1e-5  # type: ignore[union-attr]
 
 
 class _Slow(nn.Module):
@@ -124,27 +122,9 @@ def test_updates_inside_of_a_graph_are_refused_with_their_line(make: Callable[[]
     assert "between steps" in (error.instead or "")
 
 
-def _step_of_what_dynamo_leaves_to_python(name: str) -> None:
-    model = KINDS[name]()
-    reference = copy.deepcopy(model)
-    compiled = torch.compile(model, backend="fsdp", options={"lower": "eager"})
-    (batch,) = batches(1, 8)
-    loss_of(compiled(batch.chunk(2)[dist.get_rank()])).backward()
-    loss_of(reference(batch)).backward()
-    for each in (model, reference):
-        torch.optim.SGD(each.parameters(), lr=0.1).step()
-    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(mine.full_tensor(), theirs)  # type: ignore[attr-defined]
-
-
-@pytest.mark.core
-@long.parametrize("name", ["recurrent", "recurrent-first"], always=["recurrent-first"])
-def test_a_model_that_dynamo_leaves_to_python_is_sharded_and_trains(name: str) -> None:
-    """Up to torch 2.13 it leaves each forward with recurrent layers; later it compiles what comes before them."""
-    run_ranks(_step_of_what_dynamo_leaves_to_python, name)
-
-
-def _plain_beside_compiled() -> None:
+@pytest.mark.long
+@on_ranks()
+def test_optimizers_of_plain_parameters_step_as_always() -> None:
     """Another model's optimizer, and one of the ignored parameters of a compiled model, step as always."""
     other = nn.Linear(32, 5)
     model = Stack()
@@ -159,6 +139,117 @@ def _plain_beside_compiled() -> None:
         assert not any(torch.equal(p, q) for p, q in zip(parameters, before, strict=True))
 
 
+class ReadEarly(Stack):
+    """Reads parameters in code that Dynamo leaves to Python, before its first graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+
+    @torch._dynamo.disable
+    def early(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.early(x))
+
+
 @pytest.mark.long
-def test_optimizers_of_plain_parameters_step_as_always() -> None:
-    run_ranks(_plain_beside_compiled)
+@on_ranks()
+def test_parameters_read_before_the_first_graph_get_their_gradients() -> None:
+    pair = WithOneProcess(ReadEarly, Run.PLAIN, shape=WIDTH, rows=4, twice=False)
+    worst = []
+    for _ in range(3):
+        pair.backward()
+        worst.append(gradient_difference(*pair))
+        pair.zero_grad()
+    assert max(worst) < 1e-5
+
+
+class PartlyUsed(nn.Module):
+    """Uses one layer or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(WIDTH, WIDTH)
+        self.b = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, both: str) -> torch.Tensor:
+        return self.b(self.a(x)) if both == "both" else self.a(x)
+
+
+@pytest.mark.long
+@on_ranks()
+def test_gradients_that_were_never_accumulated_are_forgotten() -> None:
+    model = PartlyUsed()
+    compiled = torch.compile(model, backend="fsdp", options={"lower": "eager"})
+    x = torch.ones(2, WIDTH, requires_grad=True)
+    torch.autograd.grad(compiled(x, "both").sum(), x)
+    compiled(x, "one").sum().backward()
+    assert model.a.weight.grad is not None
+    assert model.b.weight.grad is None
+
+
+def _one_padded_slot() -> float:
+    pair = WithOneProcess(lambda: nn.Linear(6, 7, bias=False), Run.PLAIN, twice=False)
+    pair.backward()
+    return gradient_difference(*pair)
+
+
+@long.parametrize("world_size", [1, 2], always=[2])
+def test_a_flat_shard_of_one_padded_slot(world_size: int) -> None:
+    assert max(run_ranks(_one_padded_slot, world_size=world_size)) < 1e-6
+
+
+class Looked(nn.Module):
+    """Has integers for input: nothing to cast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, WIDTH)
+        self.head = nn.Linear(WIDTH, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.table(x.long() % 7).mean(1))
+
+
+HALF = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+WIDE_OUTPUT = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
+Compile = Callable[[nn.Module, MixedPrecisionPolicy], Callable[[torch.Tensor], torch.Tensor]]
+
+
+def _options(policy: MixedPrecisionPolicy) -> dict[str, Any]:
+    return {"lower": "eager", "mp_policy": policy}
+
+
+def _as_module(model: nn.Module, policy: MixedPrecisionPolicy) -> Callable[[torch.Tensor], torch.Tensor]:
+    return torch.compile(model, backend="fsdp", options=_options(policy))
+
+
+def _sharded_before(model: nn.Module, policy: MixedPrecisionPolicy) -> Callable[[torch.Tensor], torch.Tensor]:
+    return torch.compile(fully_shard(model, mp_policy=policy), backend="fsdp", options={"lower": "eager"})
+
+
+def _outputs(make: Callable[[], nn.Module], policy: MixedPrecisionPolicy, form: Compile) -> list[torch.Tensor]:
+    """Of the first call and of the second one, or the refusal."""
+    torch.manual_seed(0)
+    call = form(make(), policy)
+    batch = torch.arange(4 * WIDTH).reshape(4, WIDTH)
+    batch = batch if make is Looked else batch / WIDTH
+    return [call(batch).detach() for _ in range(2)]
+
+
+@long.parametrize(
+    ("make", "policy"),
+    [
+        (Slim, HALF),
+        (Slim, WIDE_OUTPUT),
+        (Looked, WIDE_OUTPUT),
+        (Looked, HALF),
+    ],
+    always=[(Slim, HALF)],
+)
+def test_the_first_call_casts_as_those_after_it(make: Callable[[], nn.Module], policy: MixedPrecisionPolicy) -> None:
+    mine = run_ranks(_outputs, make, policy, _as_module)
+    assert mine[0][0].dtype is (policy.output_dtype or torch.bfloat16)
+    torch.testing.assert_close(mine, run_ranks(_outputs, make, policy, _sharded_before), rtol=0, atol=0)

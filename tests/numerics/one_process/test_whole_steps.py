@@ -1,10 +1,8 @@
-"""A loss inside of what is compiled, a whole training step compiled, and batch norm with its running statistics."""
+"""Whole training steps compiled, batch norm with its running statistics, and parts by themselves."""
 
 from __future__ import annotations
 
 import copy
-import functools
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,52 +13,34 @@ from torch.distributed.tensor import DTensor
 from fsdp_compile import fully_shard
 from tests import long
 from tests.models.kinds import Slim
-from tests.numerics.one_process.measure import batches, parameter_difference
-from tests.ranks import run_ranks
-from tests.two_sides import Run, WithOneProcess, loss_of
+from tests.models.outlines import Small
+from tests.numerics.one_process.measure import batches
+from tests.ranks import on_ranks
+from tests.two_sides import WithOneProcess, close, compile_eagerly, loss_of
 
-Step = Callable[[nn.Module, torch.optim.Optimizer, torch.Tensor], torch.Tensor]
 
-
-def _loss_inside(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> torch.Tensor:
-    def forward_and_loss(x: torch.Tensor) -> torch.Tensor:
-        return loss_of(model(x))
-
-    compiled = torch.compile(forward_and_loss, backend="fsdp", options={"lower": "eager"})
-    loss = compiled(batch)
-    loss.backward()
+def _step_of(model: nn.Module, batch: torch.Tensor, optimizer: torch.optim.Optimizer, *, clip: bool) -> torch.Tensor:
+    model.zero_grad()
+    loss_of(model(batch)).backward()
+    missing = torch.tensor(sum(p.grad is None for p in model.parameters()))
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1) if clip else missing
     optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
+    return norm + missing
 
 
-@torch.compile(backend="fsdp", options={"lower": "eager"})
-def _all_inside(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> torch.Tensor:
-    loss = loss_of(model(batch))
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
-
-
-def _train(step: Step) -> float:
-    """The largest difference of a parameter from one process after three steps."""
-    momentum = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-    pair = WithOneProcess(Slim, Run.EAGER, optimizer=momentum, shape=32, rows=4)
-    optimizer, other = pair.optimizers[0]
-    for _ in range(3):
-        mine, batch = pair.next_batch()
-        step(pair.model, optimizer, mine)
-        loss_of(pair.reference(batch)).backward()
-        other.step()
-        other.zero_grad()
-    return parameter_difference(*pair)
-
-
-@pytest.mark.core
-@long.parametrize("step", [_loss_inside, _all_inside], always=[_all_inside])
-def test_steps_that_are_compiled_with_more_than_the_model(step: Step) -> None:
-    assert max(run_ranks(_train, step)) < 1e-5
+@long.parametrize("dynamic", [None, True], always=[True])
+@on_ranks()
+def test_it_trains_as_one_process(*, dynamic: bool | None) -> None:
+    pair = WithOneProcess(Small, optimizer=lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9))
+    mine, theirs = pair.optimizers[0]
+    # Torch's clipping of sharded parameters cannot be traced with `dynamic=True`.
+    step = compile_eagerly(_step_of, dynamic=dynamic)
+    for number in range(3):
+        pair.rows = 2 + number
+        share, batch = pair.next_batch()
+        norm = step(pair.model, share, mine, clip=not dynamic)
+        close(norm, _step_of(pair.reference, batch, theirs, clip=not dynamic), "norm")
+        pair.compare()
 
 
 class _Normalized(nn.Module):
@@ -74,7 +54,9 @@ class _Normalized(nn.Module):
         return self.layers(x.view(-1, 2, 4, 4)).flatten(1)
 
 
-def _batch_norm() -> None:
+@pytest.mark.long
+@on_ranks()
+def test_batch_norm_keeps_each_ranks_own_statistics() -> None:
     """Beside data parallelism by hand: each rank its own statistics, gradients averaged."""
     torch.manual_seed(0)
     model = _Normalized()
@@ -105,12 +87,8 @@ def _batch_norm() -> None:
         torch.testing.assert_close(parameter.full_tensor(), reference.get_parameter(name).detach())  # type: ignore[attr-defined]
 
 
-@pytest.mark.long
-def test_batch_norm_keeps_each_ranks_own_statistics() -> None:
-    run_ranks(_batch_norm)
-
-
-def _part_by_itself() -> float:
+@on_ranks()
+def test_a_part_runs_by_itself_and_loading_is_strict() -> None:
     """A block of a sharded model is called without the model, and names that do not fit are refused on loading."""
     torch.manual_seed(0)
     model = Slim()
@@ -124,8 +102,3 @@ def _part_by_itself() -> float:
         model.load_state_dict(state)
     with pytest.raises(RuntimeError, match="Unexpected key"):
         model.load_state_dict({**state, "head.bias": moved, "tail.bias": moved})
-    return 0.0
-
-
-def test_a_part_runs_by_itself_and_loading_is_strict() -> None:
-    assert run_ranks(_part_by_itself) == [0.0, 0.0]
