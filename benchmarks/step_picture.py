@@ -126,7 +126,7 @@ def _legend(top: float) -> Iterator[str]:
     for kind, text in words.items():
         yield f'<rect x="{x}" y="{top}" width="14" height="14" fill="{_COLOURS[kind]}"/>'
         yield f'<text class="small" x="{x + 20}" y="{top + 11}">{text}</text>'
-        x += 44 + 7 * len(text)
+        x += 48 + 6 * len(text)
     yield f'<rect x="{x}" y="{top}" width="14" height="14" fill="#cfcfcf"/>'
     yield f'<text class="small" x="{x + 20}" y="{top + 11}">other layers</text>'
 
