@@ -69,10 +69,9 @@ def choose_form(compiled: OptimizedModule) -> Form:
     if options.regions != "auto":
         return Form(blocks, said)
     # A single layer is no block: what comes after it could not be fused with it.
-    kinds = Counter(
-        (user_class(block), *(p.shape for p in block.parameters())) for block in blocks if any(block.children())
-    )
-    (kind, *_), like = next(iter(kinds.most_common(1)), ((type(model),), 0))
+    several = [block for block in blocks if any(True for _ in block.children())]
+    kinds = Counter((user_class(block), tuple(p.shape for p in block.parameters())) for block in several)
+    (kind, _), like = kinds.most_common(1)[0] if kinds else ((type(model), ()), 0)
     if like < LIKE_UNITS:
         return Form((), f"it has fewer than {LIKE_UNITS} like units")
     settings = {**list_mode_options(given.mode), **options.inductor} if given.mode else options.inductor

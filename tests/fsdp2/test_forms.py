@@ -116,26 +116,29 @@ COMPILES: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+def _form(model: nn.Module, **how: Any) -> str:
+    compiled: Any = torch.compile(model, backend="fsdp", **how)
+    return str(choose_form(compiled))
+
+
 def _choices() -> None:
     for name, (make, prepare, wanted) in MODELS.items():
         model = made(make)
         prepare(model)
-        assert wanted in str(choose_form(torch.compile(model, backend="fsdp"))), name
+        assert wanted in _form(model), name
     deep = made(_Many)
     shard(deep)
     for options, wanted in COMPILES:
-        compiled: Any = torch.compile(deep, backend="fsdp", options=options)
-        assert wanted in str(choose_form(compiled)), options
-    assert "fullgraph" in str(choose_form(torch.compile(deep, backend="fsdp", fullgraph=True)))
-    assert "CUDA graph" in str(choose_form(torch.compile(deep, backend="fsdp", mode="reduce-overhead")))
+        assert wanted in _form(deep, options=options), options
+    assert "fullgraph" in _form(deep, fullgraph=True)
+    assert "CUDA graph" in _form(deep, mode="reduce-overhead")
     table_in_root = made(_Many)
     _blocks_and_root(table_in_root)
-    compiled = torch.compile(table_in_root, backend="fsdp", options={"embedding": "sharded"})
-    assert "a table that is in no block" in str(choose_form(compiled))
-    layers = made(_Many)
-    fully_shard(layers)
+    assert "a table that is in no block" in _form(table_in_root, options={"embedding": "sharded"})
+    undivided = made(_Many)
+    fully_shard(undivided)
     with pytest.raises(ConfigError, match="no unit below its root"):
-        choose_form(torch.compile(layers, backend="fsdp", options={"regions": "blocks"}))
+        _form(undivided, options={"regions": "blocks"})
 
 
 def test_the_form_and_why() -> None:
