@@ -22,7 +22,6 @@ from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2.module_class import user_class
 from fsdp_compile.fsdp2.param_group import ParamGroup
 from fsdp_compile.fsdp2.take_over import take_over_all
-from fsdp_compile.layout.spec import Reshard
 from fsdp_compile.options import FSDPOptions
 
 LIKE_UNITS: Final = 12
@@ -96,8 +95,6 @@ def _only_of_whole_models(model: nn.Module, blocks: Sequence[nn.Module], options
         modules, specs = fsdp2.modules_of(unit.state), [p.spec for group in unit.groups for p in group.params]
         if unit.prefetched != ((), ()):
             yield f"unit {unit.title} has lists of what to prefetch"
-        if any(spec.reshard is Reshard.AUTO for spec in specs):
-            yield f"unit {unit.title} has reshard_after_forward='auto'"
         if len(inside.intersection(modules)) > 1:
             yield f"unit {unit.title} has several modules, each of which would gather it"
         if inside.isdisjoint(modules) and any(spec.gather_format or spec.hook for spec in specs):

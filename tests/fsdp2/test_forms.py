@@ -97,7 +97,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], object], str]] 
     "open": (
         _Many,
         lambda model: fsdp_compile.fully_shard(model, reshard_after_forward="auto"),
-        "has reshard_after_forward='auto'",
+        BLOCKS,
     ),
     "8 bits in the root": (_Many, _in_8_bits, "whole: unit (root) is in no block, and has a gather_dtype"),
     "a hook of the root": (_Many, _hook_of_root, "whole: unit (root) is in no block, and has a gather_dtype or a comm"),

@@ -229,24 +229,6 @@ def test_blocks_that_are_frozen_and_thawed() -> None:
     run_ranks(_frozen_and_thawed)
 
 
-def _given_values() -> None:
-    """Values in the place of parameters of one block, and blocks that the user has gathered."""
-    pair = by_blocks(pair_of(Deep))
-    pair.train(steps=2)
-    names = [name for name, _ in pair.model.named_parameters() if name.startswith("blocks.1.")]
-    values = {name: torch.full(pair.model.get_parameter(name).shape, 0.01) for name in names}
-    with torch.no_grad():
-        mine, theirs = (torch.func.functional_call(model, values, (batch(3),)) for model in pair)
-    assert torch.equal(mine, theirs)
-    for model in pair:
-        model.blocks[2].unshard()
-    pair.train(steps=2)
-
-
-def test_values_in_the_place_of_parameters() -> None:
-    run_ranks(_given_values)
-
-
 class _Stop(Exception):  # noqa: N818
     pass
 
