@@ -41,7 +41,7 @@ def only_pass(monkeypatch: pytest.MonkeyPatch) -> Callable[[Edit], WrongPass]:
 
     def install(edit: Edit) -> WrongPass:
         wrong = WrongPass(edit)
-        monkeypatch.setattr(pipeline, "passes", lambda _options: (wrong,))
+        monkeypatch.setattr(pipeline, "passes", lambda *_, **__: (wrong,))
         return wrong
 
     return install

@@ -232,7 +232,10 @@ class _Collect:
     @torch.compiler.disable
     def __call__(self, leaf: torch.Tensor) -> None:
         grad, leaf.grad = leaf.grad, None
-        group = self._group()
-        offsets = set() if group is None else edge.take_produced(group)
-        if group is not None and grad is not None and offsets:
+        if (group := self._group()) is None:
+            return
+        # A compiled function makes gradients of parameters that were frozen since, too.
+        trained = {param.spec.offset for param in group.params if param.parameter.requires_grad}
+        offsets = trained.intersection(edge.take_produced(group))
+        if grad is not None and offsets:
             group.pending.add(self._placement, grad, offsets)

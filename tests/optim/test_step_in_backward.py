@@ -295,7 +295,7 @@ def test_a_parameter_without_an_updater_keeps_its_gradient() -> None:
     loss_of(_compiled(model)(_input())).backward()
     loss_of(plain(_input())).backward()
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        assert p.grad is None == (p.dim() > 1)
+        assert (p.grad is None) == (p.dim() > 1)
         expected = _local(q.grad)
         assert (
             torch.equal(_local(p.grad), expected)

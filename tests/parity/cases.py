@@ -53,8 +53,8 @@ class ScaleOneGradient:
             node.replace_input_with(message, scaled)
 
 
-def passes_with_fault(options: FSDPOptions) -> tuple[object, ...]:
-    first, *rest = _PASSES(options)
+def passes_with_fault(options: FSDPOptions, **how: bool) -> tuple[object, ...]:
+    first, *rest = _PASSES(options, **how)
     assert isinstance(first, InsertCollectives)
     return (first, ScaleOneGradient(), *rest)
 
