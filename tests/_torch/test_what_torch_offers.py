@@ -22,8 +22,8 @@ pytestmark = pytest.mark.core
 TESTS = Path(__file__).parents[1]
 
 _POLICIES = "fsdp2/test_policies.py::test_numbers_are_those_of_fsdp2"
-_REDUCTIONS = "fsdp2/test_reduction_settings.py::test_numbers_are_those_of_fsdp2"
-_HOOKS = "fsdp2/test_custom_communication.py::test_such_a_unit_goes_by_hooks"
+_REDUCTIONS = "fsdp2/test_settings.py::test_numbers_are_those_of_fsdp2"
+_HOOKS = "fsdp2/test_settings.py::test_such_a_unit_goes_by_hooks"
 _CASTS = "sharding/test_mixed_precision.py::test_inner_units_cast_their_inputs_by_their_own_policy"
 _PREFETCH = "numerics/one_process/test_explicit_prefetch.py::test_a_list_may_overtake_and_can_be_taken_back"
 _FINALIZE = "fsdp2/test_policies.py::test_backwards_that_the_caller_ends"
@@ -52,7 +52,7 @@ ROWS: Mapping[str, Mapping[str, str]] = {
     ),
     "FSDPModule": {
         "finalize_backward": _FINALIZE,
-        "reset_iter_state": "fsdp2/test_reduction_settings.py::test_a_reset_drops_what_waits",
+        "reset_iter_state": "fsdp2/test_settings.py::test_a_reset_drops_what_waits",
         "reshard": "torch's: it frees what FSDP2 has gathered",
         "set_all_reduce_hook": _HOOKS,
         "set_allocate_memory_from_process_group_for_comm": _HOOKS,
@@ -67,7 +67,7 @@ ROWS: Mapping[str, Mapping[str, str]] = {
         "set_manual_backward_finalization": _FINALIZE,
         "set_modules_to_backward_prefetch": _PREFETCH,
         "set_modules_to_forward_prefetch": _PREFETCH,
-        "set_post_optim_event": "fsdp2/test_reduction_settings.py::test_gathers_wait_for_the_optimizers_event",
+        "set_post_optim_event": "fsdp2/test_settings.py::test_gathers_wait_for_the_optimizers_event",
         "set_reduce_scatter_divide_factor": "torch's: it calls set_gradient_divide_factor()",
         "set_reduce_scatter_max_input_buffers": _HOOKS,
         "set_reduce_scatter_unused_params": _REDUCTIONS,
@@ -77,7 +77,7 @@ ROWS: Mapping[str, Mapping[str, str]] = {
         "set_reshard_after_forward": _REDUCTIONS,
         "set_separate_reduce_scatter_group": _REDUCTIONS,
         "set_symm_mem_for_comm": "torch's: as set_custom_all_gather()",
-        "set_unshard_in_backward": "fsdp2/test_reduction_settings.py::test_no_gather_in_backward",
+        "set_unshard_in_backward": "fsdp2/test_settings.py::test_no_gather_in_backward",
         "unshard": "fsdp2/test_cases.py::test_like_fsdp2",
     },
 }

@@ -130,7 +130,7 @@ def test_a_strategy_is_an_option_of_the_backend() -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "twice": ({"sharding_strategy": S.FULL_SHARD, "reshard_after_forward": True}, "says already"),
+    "twice": ({"sharding_strategy": S.FULL_SHARD, "reshard_after_forward": True}, "already decides"),
     "no-strategy": ({"sharding_strategy": "FULL_SHARD"}, "sharding_strategy is 'FULL_SHARD'"),
     "no-machine": ({"sharding_strategy": S.HYBRID_SHARD}, "how many ranks share a machine"),
 }
@@ -190,7 +190,7 @@ def test_units_may_differ_in_strategy() -> None:
         ({"shardin_strategy": S.NO_SHARD}, "'shardin_strategy'", "'sharding_strategy'"),
         ({"backward_prefetch": None}, "'backward_prefetch'", "one of sharding_strategy"),
         ({"mp_policy": "bf16"}, "mp_policy is a str", "MixedPrecisionPolicy"),
-        ({"sharding_strategy": S.NO_SHARD, "reshard_after_forward": False}, "says already", "one of the two"),
+        ({"sharding_strategy": S.NO_SHARD, "reshard_after_forward": False}, "already decides", "one of the two"),
     ],
 )
 def test_wrong_overrides_are_refused(override: dict[str, Any], what: str, instead: str) -> None:
