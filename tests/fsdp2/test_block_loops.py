@@ -19,7 +19,7 @@ from tests.ranks import run_ranks
 from tests.two_sides import REDUCED_TWICE, WithFsdp2, compile_in_place
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-OPTIONS = {"lower": "eager", "reduce_layout": "fsdp2"}
+OPTIONS: Any = {"lower": "eager", "reduce_layout": "fsdp2"}
 WIDTH, HEADS, VOCABULARY = 16, 2, 50
 
 
@@ -122,7 +122,7 @@ def _torchtitan(name: str, settings: dict[str, Any]) -> None:
             pair.losses()
         pair.train(pair.call, pair.call, steps=1)
     for mine, theirs in zip(pair.model.parameters(), pair.reference.parameters(), strict=True):
-        assert torch.equal(mine.to_local(), theirs.to_local())  # type: ignore[attr-defined]
+        assert torch.equal(mine.to_local(), theirs.to_local())
     assert not [title for title in titles[3:] if "layers" in title]
 
 
@@ -138,7 +138,8 @@ def test_a_script_as_torchtitans(compiles: str, dtype: str) -> None:
 def _llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
+    config_class: Any = LlamaConfig
+    config = config_class(
         vocab_size=VOCABULARY,
         hidden_size=32,
         intermediate_size=48,

@@ -37,7 +37,7 @@ class _Unlike(Decoder):
         super().__init__()
         self.blocks = nn.ModuleList([self.block() for _ in range(LIKE_UNITS)])
         for block in self.blocks[::2]:
-            block.a.bias = None  # type: ignore[union-attr, assignment]
+            block.a.bias = None  # type: ignore[union-attr]
 
 
 class _Layers(nn.Module):

@@ -31,7 +31,8 @@ def _reward(completions: list[str], **_: Any) -> list[float]:
 def main(how: str, kind: str, folder: str) -> None:
     """Trains a small Llama for three steps and reports losses, gradient norms and rewards."""
     torch.manual_seed(0)
-    config: Any = LlamaConfig(
+    made: Any = LlamaConfig
+    config = made(
         vocab_size=63, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, pad_token_id=0, eos_token_id=1, bos_token_id=None, num_labels=1,
     )  # fmt: skip
