@@ -236,7 +236,8 @@ def _mismatch(ranks: tuple[int, ...], one: _Shown, rank: int, other: _Shown) -> 
         where=f"collective {number + 1}: {_at(mine, number)} on rank {first}, {_at(others, number)} on rank {second}",
         instead="the same control flow on every rank: which parameters are read, and in which order, must not depend "
         "on a rank's number or data; a module that has no rows on a rank is called there all the same, with an empty "
-        "tensor" + (_OTHER_SIZES if sizes_differ else ""),
+        "tensor; a rank whose whole batch is empty needs lower='eager', or a row whose loss is multiplied by 0: "
+        "Inductor computes nothing of an empty input, and reads fewer parameters" + (_OTHER_SIZES if sizes_differ else ""),
     )
 
 

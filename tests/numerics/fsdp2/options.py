@@ -48,7 +48,7 @@ def _nested(model: Decoder, **settings: Any) -> None:
 
 def _lists(model: Decoder, **settings: Any) -> None:
     fully_shard(list(model.blocks), **settings)
-    fully_shard([model.embedding, model.head], **settings)
+    fully_shard([model.norm, model.head], **settings)
     fully_shard(model, **settings)
 
 
@@ -98,7 +98,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "optimizer": {"plain": lambda optimizer: optimizer, "flat": flat_step, "in backward": step_in_backward},
     "microbatches": {"one": (), "two": (no_sync,)},
     "dynamic": {"unset": None, "dynamic": True},
-    "rows": {"same": (2, 2), "by rank": (2, 3), "none on one": (2, 0)},
+    "rows": {"same": (2, 2), "none on one": (2, 0), "by rank": (2, 3)},
     "frozen later": {"nothing": False, "a block": True},
 }
 """How the model is compiled and trained."""
@@ -158,6 +158,7 @@ REFUSED: list[tuple[str, Collection[str], str, Collection[str], str]] = [
     ("layout", {"tied", "tied, plain"}, "embedding", {"sharded"}, "its weight is read in other ways"),
     ("memory_budget_gb", {"1 GB"}, "form", {"blocks"}, "the graph is a part of its model"),
     ("memory_budget_gb", {"1 GB"}, "regions", {"one by one"}, "the graph is a part of its model"),
+    ("rows", {"none on one"}, "lower", {"inductor"}, "Inductor computes nothing of an empty input"),
     (
         "regions",
         {"one by one"},
