@@ -175,6 +175,7 @@ def have_some_run(state: FSDPState) -> bool:
 def leave_forward(state: FSDPState) -> None:
     """Ends a forward that FSDP2's pre-forward has begun, and whose unit it no longer gathers."""
     state._training_state = TrainingState.IDLE
+    state._modules_to_run_forward.clear()  # else the root would end it, and gather it in backward
     for group in groups_of(state):
         group._training_state = TrainingState.IDLE
     if state._state_ctx.iter_forward_root is state:
