@@ -254,7 +254,7 @@ SECTIONS = (
     Section(
         "compile_time",
         "Compile time",
-        "The first step with empty caches.",
+        "The first step with empty caches; warm: with what an earlier start has left in Inductor's folder.",
         {
             "layers": ("layers", str),
             "nodes": ("nodes", str),
@@ -262,6 +262,8 @@ SECTIONS = (
             "fsdp_compile_s": ("`fsdp_compile`", _seconds),
             "blocks_s": ("`fsdp_compile`, by blocks", _seconds),
             "fsdp2_blocks_s": ("FSDP2, compiled blocks", _seconds),
+            "blocks_warm_s": ("`fsdp_compile`, by blocks, warm", _seconds),
+            "fsdp2_blocks_warm_s": ("FSDP2, compiled blocks, warm", _seconds),
             "passes_s": ("passes and verifier", _seconds),
             "passes_share": ("passes / plain", percent),
         },

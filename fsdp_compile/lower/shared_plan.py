@@ -237,7 +237,8 @@ def _mismatch(ranks: tuple[int, ...], one: _Shown, rank: int, other: _Shown) -> 
         instead="the same control flow on every rank: which parameters are read, and in which order, must not depend "
         "on a rank's number or data; a module that has no rows on a rank is called there all the same, with an empty "
         "tensor; a rank whose whole batch is empty needs lower='eager', or a row whose loss is multiplied by 0: "
-        "Inductor computes nothing of an empty input, and reads fewer parameters" + (_OTHER_SIZES if sizes_differ else ""),
+        "Inductor computes nothing of an empty input, and reads fewer parameters"
+        + (_OTHER_SIZES if sizes_differ else ""),
     )
 
 
