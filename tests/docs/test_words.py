@@ -28,7 +28,6 @@ REWRITTEN = (
     "initialization.md",
     "limits.md",
     "migrate.md",
-    "options.md",
     "precision.md",
     "reference.md",
     "security.md",
