@@ -38,7 +38,8 @@ EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.py"))
 
 
 def _prose(text: str) -> str:
-    """Markdown without code, tables' rules and targets of links."""
+    """Markdown without code, targets of links and tables that a script has written."""
+    text = re.sub(r"<!-- written by.*?<!-- end -->", "", text, flags=re.DOTALL)
     text = re.sub(r"```.*?```|<!--.*?-->", "\n\n", text, flags=re.DOTALL)
     text = re.sub(r"`[^`]*`", "code", text)
     return re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
