@@ -30,7 +30,6 @@ REWRITTEN = (
     "migrate.md",
     "precision.md",
     "reference.md",
-    "security.md",
 )
 """Pages that keep both rules; the others follow as they are rewritten."""
 PAGES = [ROOT / "README.md" if name == "README.md" else ROOT / "docs" / name for name in REWRITTEN]
