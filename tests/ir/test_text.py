@@ -27,7 +27,7 @@ from tests import long
 from tests.ir.capture import Snapshot, capture, records_of
 from tests.models import texts
 
-PAGE = (Path(__file__).parents[2] / "docs/graph_text.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs/invariants.md").read_text(encoding="utf-8")
 
 
 GOLDEN = Path(__file__).parents[1] / "golden"
