@@ -23,6 +23,7 @@ REWRITTEN = (
     "changelog.md",
     "contributing.md",
     "examples/README.md",
+    "checkpoints.md",
     "faults.md",
     "frameworks.md",
     "guide.md",
