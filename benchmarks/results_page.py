@@ -165,7 +165,7 @@ SECTIONS = (
         "Step time",
         "Forward and backward on the emulated network, beside two times: the larger of compute and of what the bytes "
         "that this contender sent take, and the lower bound over all schedules that hold as much as it does "
-        "([both](#what-a-step-takes-at-least)).",
+        "([both](#lower-bounds-of-a-step)).",
         {
             "communication_over_compute": ("communication / compute", lambda ratio: f"{ratio:g}"),
             **_CONTENDER,
@@ -183,7 +183,7 @@ SECTIONS = (
         "two_links",
         "FSDP and tensor parallelism on two links",
         "Two hosts of two ranks: a Llama split inside of each host and sharded between them, beside the largest of "
-        "compute and of what the bytes on each link take ([how](#what-each-number-means)).",
+        "compute and of what the bytes on each link take ([how](#meaning-of-each-number)).",
         {
             "between": ("between hosts / compute", lambda ratio: f"{ratio:g}"),
             "inside": ("inside / compute", lambda ratio: f"{ratio:g}"),

@@ -28,10 +28,13 @@ REWRITTEN = (
     "frameworks.md",
     "guide.md",
     "initialization.md",
+    "explain.md",
     "limits.md",
     "migrate.md",
     "precision.md",
+    "optimizers.md",
     "reference.md",
+    "tensor_parallel.md",
 )
 """Pages that keep both rules; the others follow as they are rewritten."""
 PAGES = [ROOT / "README.md" if name == "README.md" else ROOT / "docs" / name for name in REWRITTEN]
