@@ -34,6 +34,7 @@ REWRITTEN = (
     "precision.md",
     "optimizers.md",
     "reference.md",
+    "schedule.md",
     "tensor_parallel.md",
 )
 """Pages that keep both rules; the others follow as they are rewritten."""
