@@ -31,6 +31,7 @@ REWRITTEN = (
     "explain.md",
     "limits.md",
     "migrate.md",
+    "pipeline.md",
     "precision.md",
     "optimizers.md",
     "reference.md",
