@@ -31,6 +31,7 @@ REWRITTEN = (
     "explain.md",
     "limits.md",
     "migrate.md",
+    "parity.md",
     "pipeline.md",
     "precision.md",
     "optimizers.md",
