@@ -36,6 +36,7 @@ REWRITTEN = (
     "precision.md",
     "optimizers.md",
     "reference.md",
+    "results.md",
     "schedule.md",
     "tensor_parallel.md",
 )
