@@ -28,6 +28,7 @@ REWRITTEN = (
     "frameworks.md",
     "guide.md",
     "initialization.md",
+    "invariants.md",
     "explain.md",
     "limits.md",
     "migrate.md",
