@@ -1,4 +1,4 @@
-"""The results page: `docs/results.md` with its pictures, and README's table, out of `benchmarks/results/`.
+"""The tables of `docs/results.md` with their pictures, and README's, out of `benchmarks/results/`.
 
 Each number on the page comes from a file, and beside it stand the command, the machine and the versions of the file.
 """
@@ -20,11 +20,7 @@ Document = Mapping[str, Any]
 Write = Callable[[Any], str]
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "results.md"
-_INTRODUCTION = """# Results
-
-Written by `python -m benchmarks.results_page` out of [the measured files](../benchmarks/results/README.md), which hold
-more numbers than stand here; [what each means](benchmarks.md#what-each-number-means).
-"""
+_BEGIN, _END = "<!-- written by `python -m benchmarks.results_page` -->\n", "<!-- end -->\n"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +165,7 @@ SECTIONS = (
         "Step time",
         "Forward and backward on the emulated network, beside two times: the larger of compute and of what the bytes "
         "that this contender sent take, and the lower bound over all schedules that hold as much as it does "
-        "([both](benchmarks.md#what-a-step-takes-at-least)).",
+        "([both](#lower-bounds-of-a-step)).",
         {
             "communication_over_compute": ("communication / compute", lambda ratio: f"{ratio:g}"),
             **_CONTENDER,
@@ -187,7 +183,7 @@ SECTIONS = (
         "two_links",
         "FSDP and tensor parallelism on two links",
         "Two hosts of two ranks: a Llama split inside of each host and sharded between them, beside the largest of "
-        "compute and of what the bytes on each link take ([how](benchmarks.md#what-each-number-means)).",
+        "compute and of what the bytes on each link take ([how](#meaning-of-each-number)).",
         {
             "between": ("between hosts / compute", lambda ratio: f"{ratio:g}"),
             "inside": ("inside / compute", lambda ratio: f"{ratio:g}"),
@@ -325,9 +321,15 @@ def documents() -> dict[str, Document]:
 
 
 def page(found: Mapping[str, Document]) -> str:
-    """The page as Markdown: the sections of what was measured."""
+    """The sections of what was measured, as Markdown."""
     made = [section.text(found[section.benchmark]) for section in SECTIONS if section.benchmark in found]
-    return "\n".join([_INTRODUCTION, *made])
+    return "\n" + "\n".join(made)
+
+
+def replaced(text: str, found: Mapping[str, Document]) -> str:
+    """The page's text with the sections of these results; it goes on with how they were measured."""
+    before, _, rest = text.partition(_BEGIN)
+    return before + _BEGIN + page(found) + _END + rest.partition(_END)[2]
 
 
 def draw(found: Mapping[str, Document]) -> list[Path]:
@@ -349,7 +351,7 @@ def draw(found: Mapping[str, Document]) -> list[Path]:
 def main() -> int:
     """Writes the page, and the table of README.md."""
     found = documents()
-    PAGE.write_text(page(found), encoding="utf-8")
+    PAGE.write_text(replaced(PAGE.read_text(encoding="utf-8"), found), encoding="utf-8")
     readme = readme_table.README
     readme.write_text(readme_table.replaced(readme.read_text(encoding="utf-8"), found), encoding="utf-8")
     for path in (PAGE, readme, *draw(found)):

@@ -60,8 +60,8 @@ class FSDPOptions:
             like blocks share one compile, and leaves the root's own code to Python. Graphs of units gather ahead of one
             another, in the order of the step before. "auto" takes blocks for a model with 12 like ones or more (of one
             class, with parameters of the same shapes), unless something was asked for that is of whole graphs
-            (`docs/blocks.md`); functions and `model.compile()` are whole. The logger `fsdp_compile.progress` says which
-            it took, and why.
+            (`docs/schedule.md`); functions and `model.compile()` are whole. The logger `fsdp_compile.progress` says
+            which it took, and why.
         prefetch: "auto" plans by a model of `hardware` when each all-gather starts and when each reduction is waited
             for. A number fixes how many buckets ahead an all-gather starts, in forward and backward: 0 starts each
             where it is needed and waits for each reduction at once, which takes the least memory; each step more has

@@ -43,7 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-parity-results",
         action="store_true",
-        help="write docs/parity_results.md with what the comparisons of this run found",
+        help="write docs/parity.md with what the comparisons of this run found",
     )
 
 

@@ -1,4 +1,4 @@
-"""What the package reads that others may have written is never executed: docs/security.md."""
+"""What the package reads that others may have written is never executed: docs/faults.md."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def serial_gloo_group(ranks: Sequence[int], timeout: timedelta, description: str
     if _SERIAL_GLOO not in dist.Backend.backend_list:
         dist.Backend.register_backend(_SERIAL_GLOO, _make_serial_gloo, devices=["cpu"])
     # Gloo runs the collectives of a group on two threads, and with several in flight it corrupts its heap now and then
-    # (`docs/versions.md`). The number of threads can only be set on the backend itself: `new_group` does not pass
+    # (`docs/limits.md`). The number of threads can only be set on the backend itself: `new_group` does not pass
     # options on to gloo. Collectives still overlap with computation.
     made = dist.new_group(
         list(ranks),

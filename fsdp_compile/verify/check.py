@@ -61,7 +61,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "nothing-unsharded-saved",
-        "no value that gathered parameters alone determine is saved for backward, unless that was asked for",
+        "no value that only gathered parameters determine is saved for backward, unless an option says so",
         memory.nothing_unsharded_saved,
     ),
     Rule(
@@ -72,12 +72,12 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "plan-order",
-        "collectives of one group are issued in an order that the graph alone decides",
+        "collectives of one group are issued in an order that only the graph decides",
         schedule.plan_order,
     ),
     Rule(
         "explicit-prefetch",
-        "what a module was told to prefetch starts where that module's own parameters have arrived",
+        "gathers that a module's list names start where that module's own parameters have arrived",
         schedule.explicit_prefetch,
         _AT_THE_END,
     ),

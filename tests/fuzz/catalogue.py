@@ -1,6 +1,6 @@
 """Awkward programs, one a row: what each does that few programs do.
 
-What comes of each is written in `docs/awkward_programs.md` and nowhere else; `python -m tests.fuzz --catalogue`
+What comes of each is written in `docs/limits.md` and nowhere else; `python -m tests.fuzz --catalogue`
 measures all of them and writes that page.
 """
 

@@ -1,4 +1,4 @@
-"""`docs/awkward_programs.md`: what comes of each row of the catalogue, here, with FSDP2, with plain `torch.compile`."""
+"""The table of `docs/limits.md`: each row of the catalogue, here, with FSDP2, with plain `torch.compile`."""
 
 from __future__ import annotations
 
@@ -13,26 +13,10 @@ from tests.fuzz.verdict import Outcome, Verdict
 
 _COLUMNS = (Contender.HERE, Contender.FSDP2, Contender.AOT)
 _AT_ONCE = 8
-PAGE = Path(__file__).parents[2] / "docs/awkward_programs.md"
-_TOP = """# Awkward programs
-
-What few programs do, and what comes of it: here (compiled with `lower="eager"`), with FSDP2 without compiling, and with
-`torch.compile(backend="aot_eager")` in one process. The first two train on two ranks. All are compared with one process
-that has the whole batch and compiles nothing, so the last column shows what is `torch.compile`'s own meaning.
-
-- **equal**: losses, gradients and parameters are those of one process, up to rounding.
-- **refused**: by an error that says what cannot be done, where, and what to write instead.
-- **crashed**: by an error that does not. FSDP2's and torch's refusals are here too: they have no class of errors of
-  their own.
-- **wrong**: numbers differ without a word, or a parameter is not sharded. The first difference is shown.
-- **hung**: ranks waited for each other.
-
-`python -m tests.fuzz --catalogue` measures the programs, which `tests/fuzz/catalogue.py` has, and writes this page;
-`tests/fuzz/test_catalogue.py` holds the package to its second column.
-
-| program | here | FSDP2 | `torch.compile`, one process |
-|---|---|---|---|
-"""
+PAGE = Path(__file__).parents[2] / "docs/limits.md"
+BEGIN = "<!-- written by `python -m tests.fuzz --catalogue` -->\n"
+END = "<!-- end -->\n"
+_HEAD = "| program | here | FSDP2 | `torch.compile`, one process |\n|---|---|---|---|\n"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,20 +41,23 @@ class Line:
 
 def read() -> dict[str, Line]:
     """The table by program."""
-    cells = [re.split(r"(?<!\\)\|", line)[1:-1] for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    table = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
+    cells = [re.split(r"(?<!\\)\|", line)[1:-1] for line in table.splitlines() if line.startswith("| ")]
     lines = [Line(*(cell.strip() for cell in row)) for row in cells[1:]]
     return {line.says: line for line in lines}
 
 
 def write() -> None:
-    """Measures every row and writes the page, a few rows at a time, so that it may be stopped: it takes two minutes."""
+    """Measures every row and writes the table, a few rows at a time, so that it may be stopped: two minutes."""
     lines = {line.says: " | ".join(dataclasses.astuple(line)) for line in read().values()}
     for first in range(0, len(ROWS), _AT_ONCE):
         rows = list(ROWS[first : first + _AT_ONCE])
         columns = [measured(rows, contender) for contender in _COLUMNS]
         lines |= {row.says: " | ".join((row.says, *cells)) for row, *cells in zip(rows, *columns, strict=True)}
         known = (lines[row.says] for row in ROWS if row.says in lines)
-        PAGE.write_text(_TOP + "".join(f"| {line} |\n" for line in known))
+        before, _, rest = PAGE.read_text().partition(BEGIN)
+        table = _HEAD + "".join(f"| {line} |\n" for line in known)
+        PAGE.write_text(before + BEGIN + table + END + rest.partition(END)[2])
         print(f"{first + len(rows)} of {len(ROWS)}", flush=True)
 
 

@@ -1,4 +1,4 @@
-"""The package does to each awkward program what `docs/awkward_programs.md` says."""
+"""The package does to each awkward program what `docs/limits.md` says."""
 
 from __future__ import annotations
 

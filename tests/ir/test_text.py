@@ -27,11 +27,11 @@ from tests import long
 from tests.ir.capture import Snapshot, capture, records_of
 from tests.models import texts
 
-PAGE = (Path(__file__).parents[2] / "docs/graph_text.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs/invariants.md").read_text(encoding="utf-8")
 
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-BLOCKS = PAGE.split("```\n")[1::2]
+BLOCKS = re.findall(r"^```\n(.*?)^```$", PAGE, flags=re.DOTALL | re.MULTILINE)
 
 
 def test_its_example_is_what_opt_reads_and_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ A graph has one canonical line per node, with its type and our record:
     %ag = all_gather(%shard, 2, 'fsdp.shard.0', role=gather, unit=layers.0, of=[.weight]) : bf16[128]
 
 The text is the same on every rank and has no memory addresses. Nodes have the names that they have in the graph, so
-that a moved node is a moved line. `parser.py` reads it back; docs/graph_text.md has the grammar.
+that a moved node is a moved line. `parser.py` reads it back; docs/invariants.md has the grammar.
 
 A plan of a pass is what it decided, node by node, as people and golden tests read it:
 

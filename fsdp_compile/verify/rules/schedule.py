@@ -2,7 +2,7 @@
 
 gather-waited: every message of a collective is waited for once, and not read before.
 
-plan-order: collectives of one group are issued in an order that the graph alone decides. Ranks compile the same text,
+plan-order: collectives of one group are issued in an order that only the graph decides. Ranks compile the same text,
 so any order in a graph is common to them. But a communicator runs its collectives one after the other, and an order
 without a reason in the graph costs time or, when two passes disagree about it, may deadlock. Each kind has its reason:
 

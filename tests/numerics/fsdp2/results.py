@@ -1,4 +1,4 @@
-"""`docs/parity_results.md`: every combination that is compared, with the worst difference of each."""
+"""The last tables of `docs/parity.md`: every combination that is compared, with the worst difference of each."""
 
 from __future__ import annotations
 
@@ -15,15 +15,10 @@ from fsdp_compile.parity.compare import Difference
 Judge = Callable[[str, Iterable[str], str, Sequence[Difference]], None]
 """The fixture `judge`."""
 
-PAGE = Path(__file__).parents[3] / "docs" / "parity_results.md"
+PAGE = Path(__file__).parents[3] / "docs" / "parity.md"
 _LOCK = Path(tempfile.gettempdir()) / "fsdp_compile-parity-results.lock"
-_INTRODUCTION = """# Combinations compared, and the worst difference of each
-
-Written by `FSDP_COMPILE_LONG=1 pytest tests/numerics/fsdp2 --update-parity-results`; [parity](parity.md) says what is
-required, and why.
-Largest differences are relative to the largest element of the reference's tensor, and in units of that element's last
-place, over losses, gradients, parameters and optimizer state of all steps. Bounds are those of `tolerance`.
-"""
+_BEGIN = "<!-- written by `pytest tests/numerics/fsdp2 --update-parity-results` -->\n"
+_END = "<!-- end -->\n"
 _COLUMNS = "| combination | required | largest difference | last places | largest share of a bound | torch |"
 
 
@@ -57,9 +52,9 @@ class Row:
 def read() -> dict[str, list[Row]]:
     """Rows of the committed page by section."""
     sections: dict[str, list[Row]] = {}
-    for line in PAGE.read_text().splitlines() if PAGE.exists() else []:
-        if line.startswith("## "):
-            rows = sections.setdefault(line.removeprefix("## "), [])
+    for line in PAGE.read_text().partition(_BEGIN)[2].partition(_END)[0].splitlines():
+        if line.startswith("### "):
+            rows = sections.setdefault(line.removeprefix("### "), [])
         elif line.startswith("| ") and line != _COLUMNS:
             key, *cells = (cell.strip() for cell in line.strip("| ").split(" | "))
             rows.append(Row(key, tuple(cells)))
@@ -78,12 +73,13 @@ def update(section: str, keys: Iterable[str], row: Row) -> None:
         sections = read()
         known = {one.key: one for one in sections.get(section, [])} | {row.key: row}
         sections[section] = [known[key] for key in keys if key in known]
-        PAGE.write_text(_page(sections))
+        before, _, rest = PAGE.read_text().partition(_BEGIN)
+        PAGE.write_text(before + _BEGIN + _tables(sections) + _END + rest.partition(_END)[2])
 
 
-def _page(sections: Mapping[str, Iterable[Row]]) -> str:
+def _tables(sections: Mapping[str, Iterable[Row]]) -> str:
     rule = "|---" * (_COLUMNS.count("|") - 1) + "|"
     tables = [
-        "\n".join([f"## {title}", "", _COLUMNS, rule, *map(str, rows)]) for title, rows in sorted(sections.items())
+        "\n".join([f"### {title}", "", _COLUMNS, rule, *map(str, rows)]) for title, rows in sorted(sections.items())
     ]
-    return "\n\n".join([_INTRODUCTION.strip(), *tables]) + "\n"
+    return "\n" + "\n\n".join(tables) + "\n"
