@@ -265,10 +265,10 @@ def gathered(head: Head, groups: Mapping[int, ParamGroup], args: Sequence[torch.
         groups: By the positions of their flat tensors among its inputs.
         args: These inputs.
     """
-    if any(at not in groups for at in head.flats):  # copies of flat tensors, which hooks on saved tensors have made
+    pipeline = _pipeline(groups, head.flats)
+    if pipeline is None:
         return [collectives.wait_tensor(each) for each in head.start(*(args[at] for at in head.flats))]
-    of_head = tuple(groups[at] for at in head.flats)
-    return of_head[0].unit.model.pipeline.gathered((head, of_head))
+    return pipeline.gathered((head, tuple(groups[at] for at in head.flats)))
 
 
 def reduced(tail: Tail, groups: Mapping[int, ParamGroup], outputs: Sequence[Any], *, now: bool) -> list[Any]:
@@ -283,14 +283,23 @@ def reduced(tail: Tail, groups: Mapping[int, ParamGroup], outputs: Sequence[Any]
     own = len(outputs) - tail.running
     titles = [groups[at].title for at in tail.flats if at in groups]
     reduction, made = Reduction(tail, outputs[own:], titles), list(outputs[:own])
-    if now or any(at not in groups for at in tail.flats):
+    pipeline = None if now else _pipeline(groups, tail.flats)
+    if pipeline is None:
         gradients = reduction.finish()
     else:
-        of_tail = [groups[at] for at in tail.flats]
-        gradients = of_tail[0].unit.model.pipeline.reduced(of_tail, reduction)
+        gradients = pipeline.reduced([groups[at] for at in tail.flats], reduction)
     for output, gradient in zip(tail.outputs, gradients, strict=True):
         made[output] = gradient
     return made
+
+
+def _pipeline(groups: Mapping[int, ParamGroup], flats: Sequence[int]) -> Pipeline | None:
+    """That of the model that some flat tensors are of; `None` for those of several models, which wait at once.
+
+    Also for copies of flat tensors, which hooks on saved tensors have made.
+    """
+    pipelines = {groups[at].unit.model.pipeline if at in groups else None for at in flats}
+    return pipelines.pop() if len(pipelines) == 1 else None
 
 
 def _start(call: _Call) -> Sequence[torch.Tensor]:

@@ -26,6 +26,7 @@ from fsdp_compile.ir.queries import flat_of
 from fsdp_compile.layout.spec import Reshard
 
 _HEAD = frozenset({*SENT, Role.GATHER, Role.GATHER_ITEM})
+# No copies of gradients to the host, which waits for them where their graph ends.
 _TAIL = frozenset(
     {
         Role.REDUCE_WAIT,
@@ -33,8 +34,6 @@ _TAIL = frozenset(
         Role.REPLICATE_ITEM,
         Role.REPLICATE_WAIT,
         Role.SHARD_GRADIENT,
-        Role.OFFLOAD_OUT,
-        Role.OFFLOAD_OUT_WAIT,
         Role.FLAT_GRADIENT,
     }
 )

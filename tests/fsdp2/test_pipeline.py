@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import logging
 import weakref
@@ -14,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import fsdp_compile
 from fsdp_compile._torch.distributed import collectives
@@ -21,9 +23,12 @@ from fsdp_compile.fsdp2.pipeline import Tail
 from fsdp_compile.fsdp2.take_over import model_of
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.lower import graph_ends, region
+from fsdp_compile.lower.compiled_step import CompiledStep
+from fsdp_compile.ops.effects import erase_markers
 from tests.fsdp2.blocks import Deep, by_blocks, pipeline_of
 from tests.fsdp2.decoder import batch, cross_entropy, pair_of, shard
-from tests.ranks import run_ranks
+from tests.passes.test_offload import BACKWARD, transformed
+from tests.ranks import on_ranks, run_ranks
 from tests.two_sides import REDUCED_TWICE, WithFsdp2, local
 
 pytestmark = pytest.mark.core
@@ -317,3 +322,41 @@ def test_ranges_of_the_profiler() -> None:
     names = {"FSDP::all_gather (blocks.2)", "FSDP::all_gather_copy_out (blocks.2)"}
     names |= {"FSDP::post_backward_reduce (blocks.2)", "FSDP::post_backward_rs_wait (blocks.2)"}
     assert all(names <= found for found in run_ranks(_ranges))
+
+
+# What is not left to other graphs.
+
+
+class _WithUnused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.unused = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(torch.tanh(self.a(x)))
+
+
+@on_ranks()
+def test_a_graph_of_two_models_adds_the_gradients_of_both_forwards() -> None:
+    torch.manual_seed(0)
+    models = nn.ModuleList([_WithUnused(), _WithUnused()])
+    reference = copy.deepcopy(models)
+    for model in (*models, *reference):
+        for module in (*model.children(), model):
+            fully_shard(module)
+    compiled = torch.compile(lambda x: models[1](models[0](x)).square().mean(), backend="fsdp")
+    for step in range(2):
+        x, y = torch.randn(2, 4, 16)
+        (compiled(x) + compiled(y)).backward()
+        sum(reference[1](reference[0](each)).square().mean() for each in (x, y)).backward()
+        for (name, mine), theirs in zip(models.named_parameters(), reference.parameters(), strict=True):
+            assert (mine.grad is None) == (theirs.grad is None) == ("unused" in name), (step, name)
+            if mine.grad is not None and theirs.grad is not None:
+                torch.testing.assert_close(local(mine.grad), local(theirs.grad), msg=f"{name} in step {step}")
+
+
+def test_copies_of_gradients_to_the_host_stay_in_their_graph_which_waits_for_them() -> None:
+    step = transformed(BACKWARD)
+    erase_markers(step.graph)
+    assert graph_ends.take_tail(step) is None
+    assert CompiledStep.of(step).host_copies_from == "cuda"
