@@ -49,4 +49,3 @@ with fsdp_compile.full_params(model, writeback=False):  # on every rank
     accelerator.save_model(model, "accelerate")
 accelerator.print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")
 accelerator.end_training()
-torch.distributed.destroy_process_group()
