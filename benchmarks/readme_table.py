@@ -45,14 +45,13 @@ def table(found: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _about(found: Mapping[str, Mapping[str, Any]]) -> str:
-    machine = found["step_time"]["environment"]
-    dates = sorted(found[name]["environment"]["time"][:10] for name in ("step_time", "compile_time", "memory"))
-    when = " to ".join(dict.fromkeys((dates[0], dates[-1])))
+    told = {name: found[name]["environment"] for name in ("step_time", "compile_time", "memory")}
+    ran = "; ".join(f"`{name}`: {each['processor']}, {each['time'][:10]}" for name, each in told.items())
+    torches = ", ".join(dict.fromkeys(each["packages"]["torch"] for each in told.values()))
     return (
         "Llamas on an emulated network of 8 ranks. One CPU core computes. CPUs have no streams: there FSDP2 does not "
         "overlap.\n"
-        "(`python -m benchmarks.step_time`, `compile_time`, `memory`; "
-        f"{machine['processor']}, torch {machine['packages']['torch']}, {when}; [all results](docs/results.md).)\n"
+        f"(`python -m benchmarks.<name>` with torch {torches}; {ran}; [all results](docs/results.md).)\n"
     )
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
 
 from tests import long
 from tests.fsdp2.blocks import Deep, by_blocks
@@ -21,6 +22,33 @@ from tests.two_sides import REDUCED_TWICE, WithFsdp2, compile_in_place
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 OPTIONS: Any = {"lower": "eager", "reduce_layout": "fsdp2"}
 WIDTH, HEADS, VOCABULARY = 16, 2, 50
+
+
+class _Checkpointed(Deep):
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+def _listed() -> None:
+    def sharded(model: Any) -> None:
+        fully_shard(list(model.blocks))
+        fully_shard([model.norm, model.head])
+        fully_shard(model)
+
+    def compiled(model: Any) -> None:
+        sharded(model)
+        for block in model.blocks:
+            block.compile(backend="fsdp", options=OPTIONS)
+
+    WithFsdp2(_Checkpointed, sharded, batch, cross_entropy, ours=compiled).train(steps=2)
+
+
+def test_blocks_of_one_unit_that_are_computed_again() -> None:
+    """The model is taken over within the first forward, after FSDP2 has begun to gather that unit."""
+    run_ranks(_listed)
 
 
 # A script as torchtitan's: its model, what shards it, and what compiles it.
