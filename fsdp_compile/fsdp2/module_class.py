@@ -103,7 +103,9 @@ def refresh_reads(group: ParamGroup) -> None:
     By default none. Dynamo guards on texts and on which tensors there are: graphs for unreduced gradients differ from
     those that reduce them, and from those that have never seen any pending.
     """
-    placement, pending = group.grad_placement(), group.pending
+    # A frozen group has no gradients of its own, but may have some that wait since before.
+    placement = group.grad_placement() if group.is_trainable else GradPlacement.REDUCED
+    pending = group.pending
     is_reduced, known = placement is GradPlacement.REDUCED, pending.placements
     leaf = None if is_reduced else pending.leaf(placement)
     unreduced = partial = None

@@ -186,10 +186,10 @@ class ParamGroup:
         return self.edge.requires_grad
 
     def grad_placement(self) -> GradPlacement:
-        """How far the gradients of the next forward are to be reduced."""
-        if not self.is_trainable or (fsdp2.reduces(self.of_torch) and fsdp2.all_reduces(self.of_torch)):
-            return GradPlacement.REDUCED
-        return GradPlacement.REDUCE_SCATTERED if fsdp2.reduces(self.of_torch) else GradPlacement.UNREDUCED
+        """How far settings ask for gradients to be reduced."""
+        if not fsdp2.reduces(self.of_torch):
+            return GradPlacement.UNREDUCED
+        return GradPlacement.REDUCED if fsdp2.all_reduces(self.of_torch) else GradPlacement.REDUCE_SCATTERED
 
     def params_at(self, offsets: Collection[int]) -> list[Param]:
         """The parameters at some offsets."""

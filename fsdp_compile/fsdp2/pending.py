@@ -110,7 +110,6 @@ class PendingGrads:
 
     def add(self, placement: GradPlacement, grad: torch.Tensor, offsets: Collection[int]) -> None:
         """Adds the gradients of one backward."""
-        self.placements.add(placement)
         known = self._sums.get(placement)
         if known is None:
             self._sums[placement] = _Sum(grad.to(self.dtype()), set(offsets))
@@ -190,6 +189,7 @@ class PendingGrads:
             grad = torch_params.take_unreduced_grad(param.of_torch)
             if grad is not None:
                 rows = gradient_rows(_EAGER, grad.to(self.dtype()), param.spec)
+                self.placements.add(GradPlacement.UNREDUCED)
                 self._add_in_slot(GradPlacement.UNREDUCED, param, rows)
 
     def refuse_partial(self) -> None:

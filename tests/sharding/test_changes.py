@@ -19,9 +19,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from fsdp_compile import full_params, fully_shard
 from tests import long
 from tests.fake_world import fake_world
+from tests.fsdp2.decoder import VOCABULARY, Decoder, shard
 from tests.models.outlines import Odd, Small
 from tests.ranks import on_ranks, run_ranks
-from tests.two_sides import Run, WithOneProcess, adamw, compile_eagerly, whole
+from tests.two_sides import Run, WithOneProcess, adamw, compile_eagerly, compile_in_place, whole
 
 Change = Callable[[Any], None]
 
@@ -183,6 +184,26 @@ def test_training_goes_on_after_an_evaluation_in_inference_mode_that_follows_a_c
                 part.reshard()  # FSDP2 leaves what it keeps after backward registered
         torch.optim.SGD(model.parameters()).step()
         assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def _by_blocks(model: Any) -> None:
+    shard(model)
+    for block in model.blocks:
+        compile_in_place(block)
+
+
+def _tokens(step: int) -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (4, 5), generator=torch.Generator().manual_seed(step))
+
+
+@on_ranks()
+def test_a_model_that_was_frozen_for_one_forward_is_trained_by_blocks() -> None:
+    """The root's own parameters are still gathered when they are thawed, and FSDP2 has those registered."""
+    pair = WithOneProcess(Decoder, Run.EAGER, _by_blocks, optimizer=adamw, batch=_tokens, twice=False)
+    pair.change(lambda model: model.requires_grad_(requires_grad=False))
+    pair.losses()
+    pair.change(_thaw_all)
+    pair.train(steps=2)
 
 
 def _step_with_a_frozen_forward(made: Any, call: Any, frozen: Any, *, thaws: bool) -> None:

@@ -176,3 +176,17 @@ def frozen_and_thawed() -> None:
         each.blocks[0].requires_grad_(requires_grad=True)
     pair.train(compiled, steps=1)
     pair.train(pair.model, steps=1)
+
+
+@case("settings")
+def frozen_for_a_microbatch() -> None:
+    """What waits of a unit that is frozen now is reduced when FSDP2 reduces it, not in the next backward."""
+    options: Any
+    for frozen_in, options in ((1, {"fullgraph": False, "regions": "blocks"}), (2, {})):
+
+        def before(model: Any, number: int, frozen_in: int = frozen_in) -> None:
+            model.set_requires_gradient_sync(number == 2)
+            model.blocks[0].requires_grad_(number != frozen_in)
+
+        pair = pair_of()
+        pair.train(*[pair.compiled(**options)] * 3, before=before)
