@@ -20,6 +20,7 @@ BENCHMARKS = (
     "slow_network",
     "chunked_loss",
     "accumulation",
+    "matrix_optimizers",
     "checkpoints",
     "long_run",
     "soak",

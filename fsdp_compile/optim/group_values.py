@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -12,11 +13,13 @@ Values = dict[str, Any]
 
 def values_of(group: dict[str, Any]) -> Values:
     """The entries of a group but its parameters, as they are now."""
-    return {
-        key: value.detach().clone() if isinstance(value, torch.Tensor) else value
-        for key, value in group.items()
-        if key != "params"
-    }
+    return {key: _copied(value) for key, value in group.items() if key != "params"}
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return copy.deepcopy(value) if isinstance(value, list | dict | set) else value
 
 
 def difference(one: Values, other: Values) -> str | None:
@@ -46,10 +49,12 @@ class Rewound:
         for key, value in self._entries.items():
             if isinstance(value, torch.Tensor):
                 value.detach().copy_(self._before[key])
-            group[key] = value
+                group[key] = value
+            else:
+                group[key] = _copied(self._before[key])
 
 
 def _are_equal(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(one, other)
+        return one.dtype == other.dtype and torch.equal(one.cpu(), other.cpu())
     return one is other or bool(one == other)

@@ -59,9 +59,9 @@ def optim_state_dict(
 ) -> dict[str, Any]:
     """An optimizer's state by the names of the plain model's parameters, to be saved. All ranks call it.
 
-    Full values are gathered one by one. Nothing in the result is memory of the optimizer. State that is no tensor of a
-    parameter's shape (step counters, Adafactor's rows and columns) is that of this rank, and compared between ranks.
-    Parameters without state are left out. What a user has put into `optim.state` under a string stays under it.
+    Full values are gathered one by one. Nothing in the result is memory of the optimizer. State that is not sharded
+    (step counters) is that of this rank, and compared between ranks. Parameters without state are left out. What a user
+    has put into `optim.state` under a string stays under it.
 
     Args:
         model: A sharded or compiled model that has all of the optimizer's parameters.
@@ -352,18 +352,22 @@ def _problems(name: str, held: Any, target: Target, optim: Optimizer | None) -> 
             yield f"{title} is on the meta device"
         elif isinstance(leaf, DTensor) and target.rank0_only:
             yield f"{title} is a DTensor, and the first rank alone has it"
-        elif isinstance(leaf, DTensor) and not (isinstance(like, DTensor) and _can_be_laid_out(leaf, like)):
+        elif isinstance(leaf, DTensor) and not (
+            isinstance(like, DTensor) and _can_be_laid_out(leaf, like) and (leaf.shape == like.shape or not has_shapes)
+        ):
             yield f"{title} is a DTensor of shape {tuple(leaf.shape)} on {leaf.device_mesh}, or of another rank"
         elif has_shapes and held.get(key) is leaf and leaf.shape != like.shape and not is_number(key, leaf):
             yield f"{title} has shape {tuple(leaf.shape)}, and the parameter {tuple(like.shape)}"
 
 
 def _can_be_laid_out(value: DTensor, like: DTensor) -> bool:
-    if (value.shape, value.device_mesh) != (like.shape, like.device_mesh):
+    if value.device_mesh != like.device_mesh:
         return False
     if value.device_mesh.get_coordinate() != like.device_mesh.get_coordinate():
         return False  # a mesh that was unpickled says the place of the rank that pickled it
-    return value.placements != like.placements or local_tensor(value).numel() == local_tensor(like).numel()
+    if value.shape != like.shape or value.placements != like.placements:
+        return True
+    return local_tensor(value).numel() == local_tensor(like).numel()
 
 
 def _is_cut(key: object, leaf: Any, like: torch.Tensor | None) -> bool:
@@ -385,6 +389,8 @@ def _placed(key: object, leaf: Any, like: torch.Tensor | None, sent: Iterator[to
     if _is_cut(key, leaf, like):
         return shard_like(leaf, like)  # type: ignore[arg-type]
     if isinstance(leaf, DTensor) and isinstance(like, DTensor):
-        same = leaf if leaf.placements == like.placements else leaf.redistribute(placements=like.placements)
-        return make_dtensor(local_tensor(same).to(local_tensor(like).device, copy=True), like)
+        if leaf.shape == like.shape and leaf.placements != like.placements:
+            leaf = leaf.redistribute(placements=like.placements)
+        local = local_tensor(leaf).to(local_tensor(like).device, copy=True)
+        return make_dtensor(local, like if leaf.shape == like.shape else leaf)
     return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf)

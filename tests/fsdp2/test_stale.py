@@ -77,7 +77,7 @@ def test_an_optimizer_with_state_follows(kind: str) -> None:
 
 @on_ranks()
 def test_an_optimizer_that_sees_whole_parameters_keeps_state_of_other_shapes() -> None:
-    """Adafactor has rows and columns of each matrix, which `whole_step` keeps on every rank."""
+    """Adafactor has rows and columns of each matrix, which are on every rank until the next step."""
     pair = pair_of(optimizer=lambda p: whole_step(torch.optim.Adafactor(p, lr=1e-2)))
     _plain_steps(pair, 2)
     pair.call = one_line(pair.model)

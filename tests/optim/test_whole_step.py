@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn, optim
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
-from fsdp_compile.errors import ConfigError
+from fsdp_compile.errors import ConfigError, RankFailedError
 from fsdp_compile.fsdp2.shards import shard_like
 from fsdp_compile.optim.flat_step import flat_step
+from fsdp_compile.optim.owners import matrix_cost, shares_of
 from fsdp_compile.optim.whole_step import whole_step
 from fsdp_compile.state.full_tensors import full_tensors
 from tests import long
 from tests.fsdp2.models import mesh_of
 from tests.ranks import on_ranks, run_ranks
+from tests.two_sides import whole
 
 _Make = Callable[[Iterable[Any]], optim.Optimizer]
 
@@ -61,6 +68,50 @@ class _Counting(optim.Optimizer):
                         group["count"] += parameter.numel()
 
 
+class _Shampoo(optim.Optimizer):
+    """Multiplies a gradient with inverse roots of sums of its products, of other shapes than the parameter's."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, _closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                gradient, state = parameter.grad.reshape(len(parameter), -1), self.state[parameter]
+                for side, product in (("left", gradient @ gradient.T), ("right", gradient.T @ gradient)):
+                    state[side] = state.get(side, torch.eye(len(product), dtype=product.dtype)) + product
+                update = _inverse_root(state["left"]) @ gradient @ _inverse_root(state["right"])
+                parameter.sub_(update.view_as(parameter), alpha=group["lr"])
+
+
+class _Soap(_Shampoo):
+    """Adam in the eigenvectors of those sums, which it has from its second step on: state whose form changes."""
+
+    @torch.no_grad()
+    def step(self, _closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                gradient, state = parameter.grad.reshape(len(parameter), -1), self.state[parameter]
+                if "basis" in state:
+                    left, right = state["basis"]
+                    turned = left.T @ gradient @ right
+                    state.setdefault("square", torch.zeros_like(parameter)).view_as(turned).lerp_(turned**2, 0.1)
+                    update = left @ (turned / (state["square"].view_as(turned).sqrt() + 1e-8)) @ right.T
+                    parameter.sub_(update.view_as(parameter), alpha=group["lr"])
+                state["basis"] = tuple(torch.linalg.qr(g @ g.T).Q.contiguous() for g in (gradient, gradient.T))
+                state["steps"] = state.get("steps", 0) + 1
+
+
+def _inverse_root(matrix: torch.Tensor) -> torch.Tensor:
+    values, vectors = torch.linalg.eigh(matrix)
+    return vectors @ torch.diag(values.clamp_min(1e-6) ** -0.25) @ vectors.T
+
+
 OPTIMIZERS: dict[str, _Make] = {
     "Adafactor": lambda p: optim.Adafactor(p, lr=0.1, weight_decay=0.1),
     "Adafactor, foreach": lambda p: optim.Adafactor(p, lr=0.1, foreach=True),
@@ -69,9 +120,11 @@ OPTIMIZERS: dict[str, _Make] = {
     "Rprop": lambda p: optim.Rprop(p, lr=0.1),
     "of another library": _Lamb,
     "counting in its groups": _Counting,
+    "Shampoo": _Shampoo,
+    "SOAP": _Soap,
 }
-NOT_OF_TORCH = ("of another library", "counting in its groups")
-ONLY_MATRICES = ("Muon",)
+NOT_OF_TORCH = ("of another library", "counting in its groups", "Shampoo", "SOAP")
+ONLY_MATRICES = ("Muon", "Shampoo", "SOAP")
 
 
 class _Model(nn.Module):
@@ -130,22 +183,20 @@ def _check_bits(name: str, mesh: tuple[int, ...]) -> None:
 
 
 def _assert_same_state(mine: dict[str, Any], theirs: dict[str, Any], parameter: torch.Tensor) -> None:
+    """And that all of it is sharded but numbers."""
     assert mine.keys() == theirs.keys()
-    for key, value in theirs.items():
-        if not isinstance(value, torch.Tensor):
-            assert mine[key] == value, key
-            continue
-        is_number = key == "step" or (key == "mu" and value.dim() == 0)
-        assert isinstance(mine[key], DTensor) == (
-            value.dim() > 0 and value.shape == parameter.shape and not is_number
-        ), key
-        full = mine[key].full_tensor() if isinstance(mine[key], DTensor) else mine[key]
-        assert torch.equal(full, value), key
+    for key, expected in theirs.items():
+        for found, value in zip(tree_leaves(mine[key]), tree_leaves(expected), strict=True):
+            if isinstance(value, torch.Tensor):
+                assert isinstance(found, DTensor) == (value.dim() > 0 and key != "step" and parameter.dim() > 0), key
+                assert torch.equal(whole(found), value), key
+            else:
+                assert found == value, key
 
 
 @long.parametrize(
     ("mesh", "names"),
-    [((2,), OPTIMIZERS), ((3,), OPTIMIZERS), ((2, 2), ["Adafactor", "Muon"])],
+    [((2,), OPTIMIZERS), ((3,), OPTIMIZERS), ((4,), OPTIMIZERS), ((2, 2), OPTIMIZERS)],
     always=[((2,), OPTIMIZERS)],
 )
 def test_values_and_state_are_those_of_one_process(mesh: tuple[int, ...], names: Iterable[str]) -> None:
@@ -253,6 +304,106 @@ def test_groups_count_a_step_once_and_what_differs_by_parameter_is_refused() -> 
 
 
 @on_ranks()
+def test_each_matrix_is_updated_once_in_the_world_and_what_is_not_sharded_on_each_rank() -> None:
+    model = _sharded()
+    optimizer = whole_step(optim.Adafactor(_trained_by("", model), lr=0.1))
+    updated: list[Any] = []
+    optimizer.register_step_post_hook(lambda each, *_: updated.extend(optimizer_params(each)))
+    for seed in range(2):
+        _set_gradients(model, seed, skip="")
+        optimizer.step()
+    sharded = [p for p in _trained_by("", model) if isinstance(p, DTensor)]
+    count = torch.tensor([len(updated) - 2])  # without the one that is not sharded
+    assert count < 2 * len(sharded)
+    dist.all_reduce(count)
+    assert count == 2 * len(sharded)
+    assert sum(p is model.scale for p in updated) == 2
+
+
+def test_owners_take_about_as_long() -> None:
+    """A Llama of 12 layers on 4 and on 16 ranks."""
+    layer = [(512, 512)] * 4 + [(1376, 512)] * 2 + [(512, 1376)]
+    costs = [matrix_cost(torch.Size(shape)) for shape in layer * 12]
+    assert matrix_cost(torch.Size((4, 6))) == 4 * 6 * 4
+    assert matrix_cost(torch.Size((4, 2, 3))) == 4 * 6 * 4
+    assert matrix_cost(torch.Size((7,))) == 7
+    for ranks in (4, 16):
+        shares = shares_of(costs, ranks)
+        assert sorted(job for share in shares for job in share) == list(range(len(costs)))
+        loads = [sum(costs[job] for job in share) for share in shares]
+        assert max(loads) <= 1.1 * sum(loads) / ranks
+
+
+@on_ranks()
+def test_ranks_that_list_parameters_in_other_orders() -> None:
+    model, reference = _sharded(), _made()
+    parameters = _trained_by("", model)
+    mine = whole_step(optim.Adafactor(parameters[:: -1 if dist.get_rank() else 1], lr=0.1))
+    theirs = optim.Adafactor(_trained_by("", reference), lr=0.1)
+    for seed in range(2):
+        for each, optimizer in ((model, mine), (reference, theirs)):
+            _set_gradients(each, seed, skip="")
+            optimizer.step()
+    for key, value in full_tensors(model):
+        assert torch.equal(value, reference.state_dict()[key]), key
+
+
+class _Mixed(_Lamb):
+    """Looks at norms in one group, and adds gradients in the other."""
+
+    @torch.no_grad()
+    def step(self, _closure: Any = None) -> None:  # type: ignore[override]
+        groups = self.param_groups
+        for group in groups:
+            if group["plain"]:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        seen = self.state[parameter].setdefault("sum", torch.zeros_like(parameter))
+                        parameter.sub_(seen.add_(parameter.grad), alpha=group["lr"])
+        self.param_groups = [group for group in groups if not group["plain"]]
+        super().step()
+        self.param_groups = groups
+
+
+@on_ranks()
+def test_elementwise_groups_are_updated_on_shards() -> None:
+    runs = []
+    shapes: list[torch.Size] = []
+    for is_sharded in (True, False):
+        model = _sharded() if is_sharded else _made()
+        matrices = [p for p in _trained_by("", model) if p.dim() == 2]
+        others = [p for p in _trained_by("", model) if p.dim() != 2]
+        optimizer: Any = _Mixed([{"params": matrices, "plain": False}, {"params": others, "plain": True}])
+        if is_sharded:
+            whole_step(optimizer, per_parameter=True, elementwise=lambda group: group["plain"])
+            optimizer.register_step_post_hook(lambda each, *_: shapes.extend(p.shape for p in optimizer_params(each)))
+        for seed in range(3):
+            _set_gradients(model, seed, skip="")
+            optimizer.step()
+        if is_sharded:
+            assert model.up.bias.shape not in shapes
+            assert isinstance(optimizer.state[model.up.bias]["sum"], DTensor)
+        runs.append(dict(full_tensors(model)) if is_sharded else model.state_dict())
+    for key, value in runs[1].items():
+        assert torch.equal(runs[0][key], value), key
+
+
+@on_ranks()
+def test_an_update_that_fails_on_one_rank_is_an_error_on_all() -> None:
+    model = _sharded()
+    optimizer = whole_step(optim.Muon(_trained_by("Muon", model), lr=0.1))
+    if dist.get_rank() == 1:
+        optimizer.register_step_pre_hook(_fail)
+    _set_gradients(model, 0, skip="")
+    if dist.get_rank() == 1:
+        with pytest.raises(KeyError, match="no such thing"):
+            optimizer.step()
+    else:
+        with pytest.raises(RankFailedError, match=r"rank 1 failed in its update: KeyError: .*no such thing"):
+            optimizer.step()
+
+
+@on_ranks()
 def test_an_error_leaves_the_optimizer_as_it_was() -> None:
     model = _sharded()
     optimizer = optim.Muon(_trained_by("Muon", model), lr=0.1)
@@ -268,4 +419,48 @@ def test_an_error_leaves_the_optimizer_as_it_was() -> None:
 
 
 def _fail(*_: Any) -> None:
-    raise KeyError
+    raise KeyError("no such thing")
+
+
+def _save(folder: str) -> dict[str, torch.Tensor]:
+    """Two steps, a save, and a third one."""
+    model, optimizer = _resumable()
+    for seed in range(2):
+        _set_gradients(model, seed, skip="")
+        optimizer.step()
+    dcp.save(
+        {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder
+    )
+    return _next(model, optimizer)
+
+
+def _load(folder: str) -> dict[str, torch.Tensor]:
+    model, optimizer = _resumable()
+    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.load(state, checkpoint_id=folder)
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    return _next(model, optimizer)
+
+
+def _resumable() -> tuple[Any, Any]:
+    model = _made()
+    for layer in (model.up, model.wide):
+        fully_shard(layer)
+    fully_shard(model, ignored_params={model.scale})
+    matrices = [p for p in model.parameters() if p.requires_grad and p.dim() == 2]
+    return model, whole_step(_Shampoo(matrices), per_parameter=True)
+
+
+def _next(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
+    _set_gradients(model, 2, skip="")
+    optimizer.step()
+    return {key: value.clone() for key, value in full_tensors(model)}
+
+
+@pytest.mark.long
+def test_state_of_any_shape_is_resumed_on_other_numbers_of_ranks(tmp_path: Path) -> None:
+    expected = run_ranks(_save, str(tmp_path), world_size=4)[0]
+    for ranks in (2, 3):
+        found = run_ranks(_load, str(tmp_path), world_size=ranks)[0]
+        for key, value in expected.items():
+            assert torch.equal(found[key], value), key
