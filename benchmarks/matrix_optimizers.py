@@ -1,7 +1,7 @@
 """A step of Muon on real ranks: each matrix updated by its owner (`whole_step`), beside all matrices on all ranks.
 
-The ranks are processes of this machine over gloo. "everywhere" is the way of `whole_step` for parameters that cannot
-travel: each is gathered with its gradient and its state, and updated on every rank.
+The ranks are processes of this machine over gloo. "everywhere" is the way of `whole_step` for parameters that stay
+where they are: each is gathered with its gradient and its state, and updated on every rank.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from benchmarks.models import LlamaSize
 from benchmarks.peak import measured_peak_bytes, storage_bytes
 from fsdp_compile.optim import owners, whole_step
 
-_SIZE = LlamaSize(layers=12, width=256, hidden=688, heads=8, key_heads=8, vocabulary=1024, batch=1, tokens=16)
+_SIZE = LlamaSize(layers=12, width=128, hidden=344, heads=8, key_heads=8, vocabulary=1024, batch=1, tokens=16)
 OWNERS, EVERYWHERE = "whole_step", "everywhere"
 
 

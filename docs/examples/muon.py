@@ -1,6 +1,6 @@
 """Muon for the matrices, AdamW for the other parameters.
 
-Muon looks at whole matrices: with `whole_step` each one travels to a rank that updates it. AdamW is elementwise:
+Muon looks at whole matrices: with `whole_step` one rank updates each of them. AdamW is elementwise:
 `flat_step` updates flat shards.
 
 torchrun --nproc-per-node 2 docs/examples/muon.py

@@ -33,7 +33,7 @@ from fsdp_compile._torch.fully_shard_names import (
     TrainingState,
     _module_state_mapping,
 )
-from fsdp_compile._torch.fully_shard_params import TorchParam
+from fsdp_compile._torch.fully_shard_params import TorchParam, end_unshard
 
 __all__ = ["MANAGED", "FSDPModule", "FSDPState", "TrainingState"]
 
@@ -324,15 +324,8 @@ def is_being_gathered(group: TorchGroup) -> bool:
 
 def reshard(group: TorchGroup) -> None:
     """Registers the sharded parameters of a group again, frozen or trained as the gathered ones, and frees these."""
-    _end_unshard(group)
+    end_unshard(group)
     group._to_sharded()
-
-
-def _end_unshard(group: TorchGroup) -> None:
-    group.wait_for_unshard()
-    for param in group.fsdp_params if group.is_unsharded else ():
-        # Users freeze and thaw what is registered.
-        param.sharded_param.requires_grad_(param._unsharded_param.requires_grad)
 
 
 def is_gathered_by_user(group: TorchGroup) -> bool:
@@ -346,7 +339,7 @@ def take_gathered(group: TorchGroup) -> dict[int, torch.Tensor]:
     Returns:
         By `id` of the parameter's object. None of an all-gather extension, whose result is the extension's own.
     """
-    _end_unshard(group)
+    end_unshard(group)
     taken = {}
     for param in group.fsdp_params:
         if not param._unsharded_inner_tensors:

@@ -137,6 +137,19 @@ def are_registered(params: Sequence[TorchParam]) -> bool:
     return True
 
 
+def end_unshard(group: Any) -> None:
+    """Waits for a gather of FSDP2's group, and freezes or thaws what is sharded like the gathered parameters."""
+    group.wait_for_unshard()
+    for param in group.fsdp_params:
+        gathered = getattr(param, "_unsharded_param", None)
+        # Users have frozen and thawed what modules have registered.
+        if (
+            gathered is not None
+            and param._module_info.module._parameters.get(param._module_info.param_name) is gathered
+        ):
+            param.sharded_param.requires_grad_(gathered.requires_grad)
+
+
 def is_parametrized(param: TorchParam) -> bool:
     """Whether a module computes a parameter from others now, which it did not when it was sharded."""
     return any(parametrize.is_parametrized(module, name) for module, name in refs_of(param))

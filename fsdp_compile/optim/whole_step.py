@@ -1,7 +1,7 @@
 """`whole_step`: an optimizer that sees full parameters, each on the rank that owns it.
 
 Optimizers that look at norms, rows or products of a whole matrix compute something else on its shards, or nothing that
-torch can do with DTensors. During a step they see plain tensors: each parameter travels with its gradient and its state
+torch can do with DTensors. During a step they see plain tensors: each parameter is sent with its gradient and its state
 to one rank, which updates it (`owners.py`).
 """
 
@@ -47,7 +47,7 @@ def whole_step(
     """Makes `optimizer.step()` update each parameter as a whole on one rank, with the numbers of one process.
 
     For Adafactor, Muon and others that look at whole matrices. Parameters are divided among the ranks such that all
-    take about as long; parts travel to their owners, and the results back, while other parameters are updated. State
+    take about as long; parts are sent to their owners, and the results back, while other parameters are updated. State
     that is not a number is kept sharded, as DTensors. Parameters of other layouts (tensor parallel, subclasses) are
     gathered one by one and updated on every rank; those that are not sharded are updated as before. Hooks of the
     optimizer's step run once for each sharded parameter on its owner, and once for all others. All ranks step together.
@@ -137,20 +137,20 @@ class _WholeStep:
     def _update_whole(self, runs: Sequence[_GroupRuns], state: Any) -> None:
         """Updates the sharded parameters of some groups."""
         jobs = self._jobs(runs, state)
-        travelling: dict[Any, list[Job]] = {}
+        sent: dict[Any, list[Job]] = {}
         for job, run in jobs.items():
             place = place_of(job.parameter, job.state)
             if place is None:
                 _update_everywhere(job, run)
             else:
-                travelling.setdefault(place, []).append(job)
+                sent.setdefault(place, []).append(job)
         updates = _Updates(jobs)
         # The largest mesh last: all ranks hear there of what has failed on others.
-        for place, each in sorted(travelling.items(), key=lambda item: item[0][0].size()):
+        for place, each in sorted(sent.items(), key=lambda item: item[0][0].size()):
             updates.begin(each)
             mesh, across, device = place
             Owners(mesh, across, device, self._cost).run(each, updates)
-        updates.end([mesh for mesh, *_ in travelling])
+        updates.end([mesh for mesh, *_ in sent])
         state.update({job.parameter: job.state for job in jobs})
 
     def _jobs(self, runs: Sequence[_GroupRuns], state: Any) -> dict[Job, _GroupRuns]:
