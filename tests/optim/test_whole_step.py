@@ -143,9 +143,9 @@ class _Model(nn.Module):
         return self.wide(x.double()).float() @ self.frozen
 
 
-def _made() -> Any:
+def _made(dtype: torch.dtype | None = None) -> Any:
     torch.manual_seed(0)
-    return _Model()
+    return _Model().to(dtype)
 
 
 def _trained_by(name: str, model: nn.Module) -> list[nn.Parameter]:
@@ -165,13 +165,13 @@ def _set_gradients(model: nn.Module, seed: int, *, skip: str) -> None:
             parameter.grad = gradient
 
 
-def _check_bits(name: str, mesh: tuple[int, ...]) -> None:
+def _check_bits(name: str, mesh: tuple[int, ...], dtype: torch.dtype | None = None) -> None:
     """One parameter has no gradient in one step."""
-    reference = _made()
-    model = _sharded(mesh)
+    reference = _made(dtype)
+    model = _sharded(mesh, dtype)
     mine = whole_step(OPTIMIZERS[name](_trained_by(name, model)), per_parameter=name in NOT_OF_TORCH)
     theirs = OPTIMIZERS[name](_trained_by(name, reference))
-    for seed in range(3):
+    for seed in range(5):
         for each, optimizer in ((model, mine), (reference, theirs)):
             _set_gradients(each, seed, skip="down.weight" if seed == 1 else "")
             optimizer.step()
@@ -206,10 +206,12 @@ def test_values_and_state_are_those_of_one_process(mesh: tuple[int, ...], names:
 def _check_all_bits(names: list[str], mesh: tuple[int, ...]) -> None:
     for name in names:
         _check_bits(name, mesh)
+        if name in ("Adafactor", "Muon"):
+            _check_bits(name, mesh, torch.bfloat16)
 
 
-def _sharded(mesh: tuple[int, ...] = (2,)) -> Any:
-    model = _made()
+def _sharded(mesh: tuple[int, ...] = (2,), dtype: torch.dtype | None = None) -> Any:
+    model = _made(dtype)
     for layer in (model.up, model.wide):
         fully_shard(layer, mesh=mesh_of(mesh))
     return fully_shard(model, mesh=mesh_of(mesh), ignored_params={model.scale})
