@@ -111,8 +111,8 @@ def _check_round_trip(name: str, shape: tuple[int, ...]) -> None:
         assert saved[kind]["param_groups"] == saved["full"]["param_groups"]
         for key, values in saved[kind]["state"].items():
             for what, value in values.items():
-                is_of_shape = isinstance(value, torch.Tensor) and value.shape == model.get_parameter(key).shape
-                assert isinstance(value, DTensor) == (is_of_shape and what != "step"), (key, what)
+                is_split = isinstance(value, torch.Tensor) and value.dim() > 0 and what != "step"
+                assert isinstance(value, DTensor) == is_split, (key, what)
     train(model, optimizer)  # what was saved is memory of its own
     goes_on = _states(model, optimizer)
     for kind, config in CONFIGS.items():
@@ -124,7 +124,7 @@ def _check_round_trip(name: str, shape: tuple[int, ...]) -> None:
         assert_same(_states(resumed, other), expected)
         for parameter, state in other.state.items():
             for value in state.values():
-                if isinstance(value, DTensor):
+                if isinstance(value, DTensor) and value.shape == parameter.shape:
                     assert value.placements == parameter.placements  # type: ignore[attr-defined]
                     assert local(value).shape == local(parameter).shape
     resumed = sharded(0, shape)
@@ -137,7 +137,7 @@ def _check_round_trip(name: str, shape: tuple[int, ...]) -> None:
 
 @long.parametrize(
     ("name", "shape"),
-    [("AdamW", (2,)), ("flat AdamW", (2,)), ("whole Adafactor", (1,)), ("AdamW", (2, 2)), ("AdamW", (3,))],
+    [("AdamW", (2,)), ("flat AdamW", (2,)), ("whole Adafactor", (2,)), ("AdamW", (2, 2)), ("AdamW", (3,))],
     always=[("AdamW", (2,))],
 )
 def test_state_of_every_kind_comes_back_bit_for_bit(name: str, shape: tuple[int, ...]) -> None:
