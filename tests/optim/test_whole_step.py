@@ -20,13 +20,14 @@ from torch.utils._pytree import tree_leaves
 from fsdp_compile.errors import ConfigError, RankFailedError
 from fsdp_compile.fsdp2.shards import shard_like
 from fsdp_compile.optim.flat_step import flat_step
+from fsdp_compile.optim.grad_scaler import GradScaler
 from fsdp_compile.optim.owners import matrix_cost, shares_of
 from fsdp_compile.optim.whole_step import whole_step
 from fsdp_compile.state.full_tensors import full_tensors
 from tests import long
 from tests.fsdp2.models import mesh_of
 from tests.ranks import on_ranks, run_ranks
-from tests.two_sides import whole
+from tests.two_sides import local, whole
 
 _Make = Callable[[Iterable[Any]], optim.Optimizer]
 
@@ -365,6 +366,28 @@ class _Mixed(_Lamb):
         self.param_groups = [group for group in groups if not group["plain"]]
         super().step()
         self.param_groups = groups
+
+
+@on_ranks()
+def test_a_scaler_leaves_out_a_step_whose_gradients_are_not_finite() -> None:
+    model, reference = _sharded(), _made()
+    steps = []
+    for each in (model, reference):
+        made = optim.Adafactor(_trained_by("", each), lr=0.1)
+        scaler = GradScaler("cpu", init_scale=4.0)
+        steps.append((each, made if each is reference else whole_step(made), scaler))
+    for seed in range(3):
+        for each, optimizer, scaler in steps:
+            _set_gradients(each, seed, skip="")
+            scaler.scale(torch.ones(()))
+            if seed == 1:
+                for parameter in _trained_by("", each):
+                    local(parameter.grad).fill_(torch.inf)
+            scaler.step(optimizer)
+            scaler.update()
+    assert steps[0][2].get_scale() == steps[1][2].get_scale() == 2.0
+    for key, value in full_tensors(model):
+        assert torch.equal(value, reference.state_dict()[key]), key
 
 
 @on_ranks()
