@@ -190,9 +190,7 @@ class Owners:
             self._tell_rows(row, [tensor for jobs in share for job in jobs for tensor in job.locals()])
         updates.hear(heard)
 
-    def _update_all(
-        self, rounds: list[Shares], updates: Updates
-    ) -> tuple[dict[Any, Any], dict[int, list[torch.Tensor]]]:
+    def _update_all(self, rounds: list[Shares], updates: Updates) -> tuple[dict[Any, Any], Full]:
         """Returns outlines of the new state that this rank has made, and the tensors of state whose form is new."""
         outlines: dict[Any, Any] = {}
         late: Full = {}

@@ -18,12 +18,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn, optim
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch.autograd import allow_any_gradient_dtype
 from fsdp_compile._torch.tensors import local_tensor, tree_map
-from fsdp_compile.comm import alike
 from fsdp_compile.errors import ConfigError, RankFailedError
 from fsdp_compile.fsdp2.shards import full_value, is_number, own_part, shard_like, torch_params
 from fsdp_compile.fsdp2.stale import SEES_WHOLE
@@ -58,7 +56,7 @@ def whole_step(
             the gradient and the state of that parameter alone, and on what its group says, as a count of steps.
         elementwise: Says of a group of the optimizer whether it is updated element by element (the AdamW half of a
             Muon of another library): such a group is updated on shards, as by `flat_step`.
-        cost: How long the update of a parameter takes, by its shape and in any unit.
+        cost: How long the update of a parameter takes, by its shape and in any unit; the same on all ranks.
 
     Returns:
         `optimizer`.
@@ -137,20 +135,20 @@ class _WholeStep:
     def _update_whole(self, runs: Sequence[_GroupRuns], state: Any) -> None:
         """Updates the sharded parameters of some groups."""
         jobs = self._jobs(runs, state)
+        updates = _Updates(jobs)
         sent: dict[Any, list[Job]] = {}
-        for job, run in jobs.items():
+        for job in jobs:
             place = place_of(job.parameter, job.state)
             if place is None:
-                _update_everywhere(job, run)
+                updates.update_everywhere(job)
             else:
                 sent.setdefault(place, []).append(job)
-        updates = _Updates(jobs)
         # The largest mesh last: all ranks hear there of what has failed on others.
         for place, each in sorted(sent.items(), key=lambda item: item[0][0].size()):
             updates.begin(each)
             mesh, across, device = place
             Owners(mesh, across, device, self._cost).run(each, updates)
-        updates.end([mesh for mesh, *_ in sent])
+        updates.end()
         state.update({job.parameter: job.state for job in jobs})
 
     def _jobs(self, runs: Sequence[_GroupRuns], state: Any) -> dict[Job, _GroupRuns]:
@@ -204,6 +202,19 @@ class _Updates:
         pickle.dumps(self.said["changed", job.number])  # an error here is this rank's alone
         return made
 
+    def update_everywhere(self, job: Job) -> None:
+        """Updates a parameter that is gathered on all ranks of its mesh, on each of them."""
+        gradient, run = job.parameter.grad, self._runs[job]
+        assert isinstance(gradient, DTensor)
+        old = tree_map(lambda leaf: full_value(leaf) if isinstance(leaf, DTensor) else leaf, job.state)
+        values, gradient = full_value(job.parameter), full_value(gradient)
+        with self.guarded():
+            values, state = run.update(values, gradient, old)
+            run.hear(run.changed())
+            local_tensor(job.parameter).copy_(own_part(values, job.parameter))
+            sharded = functools.partial(_sharded, parameter=job.parameter)
+            job.state = {key: tree_map(functools.partial(sharded, key), value) for key, value in state.items()}
+
     def hear(self, heard: dict[Any, Any]) -> None:
         """Takes what all ranks of a mesh have said."""
         for (what, number), value in sorted(heard.items()):
@@ -213,14 +224,10 @@ class _Updates:
                 if what == "changed":
                     self._runs[self._jobs[number]].hear(value)
 
-    def end(self, meshes: Sequence[DeviceMesh]) -> None:
-        """Raises on all ranks of all meshes if something has failed on one of them."""
-        is_failed = self._failure is not None
-        for mesh in meshes if len(meshes) > 1 else ():
-            groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
-            is_failed = alike.is_any(is_failed, groups, torch.device(mesh.device_type))
-        if is_failed:
-            raise self._failure or RankFailedError("another rank failed in its update", where="optimizer.step()")
+    def end(self) -> None:
+        """Raises what has failed, here or on a rank that has told this one."""
+        if self._failure is not None:
+            raise self._failure
 
 
 class _GroupRuns:
@@ -299,19 +306,6 @@ class _GroupRuns:
                 instead="an optimizer whose update of a parameter depends only on that parameter; or this one without "
                 "whole_step, where torch has its operators for DTensors",
             )
-
-
-def _update_everywhere(job: Job, run: _GroupRuns) -> None:
-    """Updates a parameter that is gathered on all ranks of its mesh, on each of them."""
-    gradient = job.parameter.grad
-    assert isinstance(gradient, DTensor)
-    full = tree_map(lambda leaf: full_value(leaf) if isinstance(leaf, DTensor) else leaf, job.state)
-    values, state = run.update(full_value(job.parameter), full_value(gradient), full)
-    run.hear(run.changed())
-    local_tensor(job.parameter).copy_(own_part(values, job.parameter))
-    job.state = {
-        key: tree_map(functools.partial(_sharded, key, parameter=job.parameter), value) for key, value in state.items()
-    }
 
 
 def _on_host(value: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,14 @@ from tests.two_sides import local, whole
 _Make = Callable[[Iterable[Any]], optim.Optimizer]
 
 
+def _with_gradients(optimizer: optim.Optimizer) -> Iterator[tuple[dict[str, Any], Any, dict[str, Any]]]:
+    """Each parameter that is to be updated, with its group and its state."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                yield group, parameter, optimizer.state[parameter]
+
+
 class _Lamb(optim.Optimizer):
     """Of another library: it looks at the norm of each parameter, and has state of other shapes; "mu" is torch's name
     of a number."""
@@ -41,14 +49,10 @@ class _Lamb(optim.Optimizer):
 
     @torch.no_grad()
     def step(self, _closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                state.setdefault("mu", torch.zeros_like(parameter)).lerp_(parameter.grad, 0.5)
-                state["norms"] = (*state.get("norms", ()), float(parameter.norm()))
-                parameter.add_(state["mu"], alpha=-group["lr"] * state["norms"][-1])
+        for group, parameter, state in _with_gradients(self):
+            state.setdefault("mu", torch.zeros_like(parameter)).lerp_(parameter.grad, 0.5)
+            state["norms"] = (*state.get("norms", ()), float(parameter.norm()))
+            parameter.add_(state["mu"], alpha=-group["lr"] * state["norms"][-1])
 
 
 class _Counting(optim.Optimizer):
@@ -77,15 +81,12 @@ class _Shampoo(optim.Optimizer):
 
     @torch.no_grad()
     def step(self, _closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                gradient, state = parameter.grad.reshape(len(parameter), -1), self.state[parameter]
-                for side, product in (("left", gradient @ gradient.T), ("right", gradient.T @ gradient)):
-                    state[side] = state.get(side, torch.eye(len(product), dtype=product.dtype)) + product
-                update = _inverse_root(state["left"]) @ gradient @ _inverse_root(state["right"])
-                parameter.sub_(update.view_as(parameter), alpha=group["lr"])
+        for group, parameter, state in _with_gradients(self):
+            gradient = parameter.grad.reshape(len(parameter), -1)
+            for side, product in (("left", gradient @ gradient.T), ("right", gradient.T @ gradient)):
+                state[side] = state.get(side, torch.eye(len(product), dtype=product.dtype)) + product
+            update = _inverse_root(state["left"]) @ gradient @ _inverse_root(state["right"])
+            parameter.sub_(update.view_as(parameter), alpha=group["lr"])
 
 
 class _Soap(_Shampoo):
@@ -93,19 +94,16 @@ class _Soap(_Shampoo):
 
     @torch.no_grad()
     def step(self, _closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                gradient, state = parameter.grad.reshape(len(parameter), -1), self.state[parameter]
-                if "basis" in state:
-                    left, right = state["basis"]
-                    turned = left.T @ gradient @ right
-                    state.setdefault("square", torch.zeros_like(parameter)).view_as(turned).lerp_(turned**2, 0.1)
-                    update = left @ (turned / (state["square"].view_as(turned).sqrt() + 1e-8)) @ right.T
-                    parameter.sub_(update.view_as(parameter), alpha=group["lr"])
-                state["basis"] = tuple(torch.linalg.qr(g @ g.T).Q.contiguous() for g in (gradient, gradient.T))
-                state["steps"] = state.get("steps", 0) + 1
+        for group, parameter, state in _with_gradients(self):
+            gradient = parameter.grad.reshape(len(parameter), -1)
+            if "basis" in state:
+                left, right = state["basis"]
+                turned = left.T @ gradient @ right
+                state.setdefault("square", torch.zeros_like(parameter)).view_as(turned).lerp_(turned**2, 0.1)
+                update = left @ (turned / (state["square"].view_as(turned).sqrt() + 1e-8)) @ right.T
+                parameter.sub_(update.view_as(parameter), alpha=group["lr"])
+            state["basis"] = tuple(torch.linalg.qr(g @ g.T).Q.contiguous() for g in (gradient, gradient.T))
+            state["steps"] = state.get("steps", 0) + 1
 
 
 def _inverse_root(matrix: torch.Tensor) -> torch.Tensor:
@@ -335,6 +333,80 @@ def test_owners_take_about_as_long() -> None:
         assert sorted(job for share in shares for job in share) == list(range(len(costs)))
         loads = [sum(costs[job] for job in share) for share in shares]
         assert max(loads) <= 1.1 * sum(loads) / ranks
+
+
+@on_ranks()
+def test_costs_divide_parameters() -> None:
+    """One that costs more than all others has a rank for itself."""
+    model = _sharded()
+    matrices = _trained_by("Muon", model)
+    optimizer = whole_step(optim.Muon(matrices, lr=0.1), cost=lambda shape: 100.0 if shape == (2, 13) else 1.0)
+    updated: list[torch.Size] = []
+    optimizer.register_step_post_hook(lambda each, *_: updated.extend(p.shape for p in optimizer_params(each)))
+    _set_gradients(model, 0, skip="")
+    optimizer.step()
+    own = [torch.Size((2, 13))]
+    assert updated == own if own[0] in updated else len(updated) == len(matrices) - 1
+
+
+class _Listing(_Counting):
+    """Counts its steps in a list of its group."""
+
+    @torch.no_grad()
+    def step(self, _closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group.setdefault("history", []).append(1)
+        for group, parameter, _ in _with_gradients(self):
+            parameter.sub_(parameter.grad, alpha=group["lr"] / len(group["history"]))
+
+
+@on_ranks()
+def test_lists_in_groups_count_once_and_tensors_of_several_groups_are_refused() -> None:
+    model, reference = _sharded(), _made()
+    mine = whole_step(_Listing(_trained_by("", model)), per_parameter=True)
+    theirs = _Listing(_trained_by("", reference))
+    for seed in range(3):
+        for each, optimizer in ((model, mine), (reference, theirs)):
+            _set_gradients(each, seed, skip="")
+            optimizer.step()
+    assert mine.param_groups[0]["history"] == [1, 1, 1]
+    for key, value in full_tensors(model):
+        assert torch.equal(value, reference.state_dict()[key]), key
+    groups: list[Any] = [{"params": [p]} for p in _trained_by("Muon", model)]
+    several = whole_step(_Counting(groups), per_parameter=True)
+    _set_gradients(model, 0, skip="")
+    with pytest.raises(ConfigError, match="writes into 'count', one tensor of several groups"):
+        several.step()
+
+
+def _on_two_meshes(*, fails: bool) -> None:
+    """Ranks 2 and 3 do not train what they have on the smaller mesh."""
+    mesh = mesh_of((2, 2))
+    torch.manual_seed(0)
+    model: Any = nn.ModuleDict({"part": nn.Linear(6, 8, bias=False), "rest": nn.Linear(6, 8, bias=False)})
+    reference = copy.deepcopy(model)
+    fully_shard(model["part"], mesh=mesh["shard"])
+    fully_shard(model["rest"])
+    optimizer = whole_step(optim.Adafactor(model.parameters(), lr=0.1))
+    plain = optim.Adafactor(reference.parameters(), lr=0.1)
+    for each in (model, reference):
+        _set_gradients(each, 0, skip="part.weight" if dist.get_rank() > 1 else "")
+    if fails and dist.get_rank() == 0:
+        optimizer.register_step_pre_hook(_fail)
+    if fails:
+        with pytest.raises(KeyError if dist.get_rank() == 0 else RankFailedError, match="no such thing"):
+            optimizer.step()
+        return
+    optimizer.step()
+    plain.step()
+    for key, value in full_tensors(model):
+        assert torch.equal(value, reference.state_dict()[key]), key
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fails", [False, True])
+def test_two_meshes_of_which_ranks_train_different_parts(*, fails: bool) -> None:
+    run_ranks(_on_two_meshes, world_size=4, timeout_s=60, fails=fails)
 
 
 @on_ranks()
