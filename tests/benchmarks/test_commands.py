@@ -165,6 +165,16 @@ def test_saves_are_timed(tmp_path: Path) -> None:
     assert all(0 < row["stands_still_s"] <= row["complete_s"] for row in rows)
 
 
+@pytest.mark.long
+def test_matrices_have_owners(tmp_path: Path) -> None:
+    document = _run("matrix_optimizers", tmp_path)
+    rows, settings = _by_name(document["results"]), document["settings"]
+    assert rows["whole_step"]["updates"] == settings["matrices"]
+    assert rows["everywhere"]["updates"] == settings["matrices"] * settings["ranks"]
+    mine = rows["whole_step"]
+    assert mine["least_bytes"] < mine["received_bytes"] < rows["everywhere"]["received_bytes"]
+
+
 def test_all_benchmarks_exist_and_say_what_they_are() -> None:
     for name in BENCHMARKS:
         module = importlib.import_module(f"benchmarks.{name}")
