@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from fsdp_compile.optim.whole_step import whole_step
     from fsdp_compile.options import FSDPOptions
     from fsdp_compile.parity.api import check_parity
+    from fsdp_compile.search.api import plan
     from fsdp_compile.sharding.fully_shard import fully_shard
     from fsdp_compile.sharding.materialize import materialize
     from fsdp_compile.state.ema import EMA
@@ -79,6 +80,7 @@ __all__ = [
     "no_sync",
     "optim_state_dict",
     "optim_state_dict_to_load",
+    "plan",
     "register_comm_hook",
     "rekey_optim_state_dict",
     "scatter_full_optim_state_dict",
@@ -118,6 +120,7 @@ _HOMES: Final = {
     "no_sync": "fsdp_compile.fsdp2.accumulation",
     "optim_state_dict": "fsdp_compile.state.optim_state",
     "optim_state_dict_to_load": "fsdp_compile.state.optim_state",
+    "plan": "fsdp_compile.search.api",
     "register_comm_hook": "fsdp_compile.fsdp2.comm_hook",
     "rekey_optim_state_dict": "fsdp_compile.state.fsdp1_optim_state",
     "scatter_full_optim_state_dict": "fsdp_compile.state.fsdp1_optim_state",

@@ -38,7 +38,7 @@ FLOORS = [
         lower
         backend
         explain
-        parity training integrations calibrate
+        parity training integrations calibrate search
         __init__
         cli
     """.strip().splitlines()

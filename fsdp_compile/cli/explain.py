@@ -41,7 +41,7 @@ _BUILT_IN: Final = {"width": 1024, "layers": 8, "heads": 16, "seq_len": 2048}
 _BATCH: Final = 4
 _WORLD_SIZES: Final = (8, 64, 512, 4096)
 _DRAWINGS: Final = {".svg": "save_svg", ".png": "save_png"}
-_CONTRACT: Final = "a function without arguments that returns (model, args) or (model, args, kwargs)"
+CONTRACT: Final = "a function without arguments that returns (model, args) or (model, args, kwargs)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model",
         nargs="?",
         metavar="PACKAGE.MODULE:FUNCTION",
-        help=f"{_CONTRACT}; it is called under torch.device('meta') (default: a small Llama)",
+        help=f"{CONTRACT}; it is called under torch.device('meta') (default: a small Llama)",
     )
     parser.add_argument("--world-size", type=int, default=8, metavar="N", help="ranks to plan for (default: 8)")
     parser.add_argument("--param-dtype", choices=DTYPES, default="bfloat16", help="gathered (default: bfloat16)")
@@ -97,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigError: If the model cannot be found, or an option has an impossible value.
         UnsupportedModelError: If it cannot be traced.
     """
-    link = _link(arguments.link or _LINK)
+    link = link_of(arguments.link or _LINK)
     _check(arguments, link)
     # Whatever is refused above is refused without importing torch.
     import torch
@@ -113,7 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
         _check_link(arguments, named)
 
     with torch.device("meta"):
-        model, args, kwargs = _built_in() if arguments.model is None else _load(arguments.model)
+        model, args, kwargs = _built_in() if arguments.model is None else load_model(arguments.model)
     policy = MixedPrecisionPolicy(getattr(torch, arguments.param_dtype))
     plan = explain(
         model,
@@ -131,7 +131,7 @@ def run(arguments: argparse.Namespace) -> int:
     _show(plan, arguments)
     if arguments.scaling is not None:
         scaling = plan.scaling(arguments.world_sizes or _WORLD_SIZES)
-        _save(arguments.scaling, getattr(scaling, _DRAWINGS[arguments.scaling.suffix]))
+        save_to(arguments.scaling, getattr(scaling, _DRAWINGS[arguments.scaling.suffix]))
     return 0
 
 
@@ -195,7 +195,7 @@ def _check_picture(path: Path) -> None:
 def _show(plan: Plan, arguments: argparse.Namespace) -> None:
     for path, save in ((arguments.html, plan.save_html), (arguments.trace, plan.save_trace)):
         if path is not None:
-            _save(path, save)
+            save_to(path, save)
     if arguments.json:
         print(json.dumps(plan.to_dict(), indent=2))
     elif sys.stdout.isatty():
@@ -210,7 +210,8 @@ def _show(plan: Plan, arguments: argparse.Namespace) -> None:
         print(plan, end="")
 
 
-def _save(path: Path, save: Callable[[Path], object]) -> None:
+def save_to(path: Path, save: Callable[[Path], object]) -> None:
+    """Writes a file; raises `ConfigError` if that is not possible."""
     try:
         save(path)
     except OSError as error:
@@ -227,20 +228,21 @@ def _built_in() -> tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]:
     return Llama(shape), (torch.zeros(_BATCH, shape.seq_len, dtype=torch.long),), {}
 
 
-def _load(path: str) -> tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]:
+def load_model(path: str) -> tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]:
     """Calls the function that a path names."""
     from torch import nn
 
-    made = named_function(path, _CONTRACT)()
+    made = named_function(path, CONTRACT)()
     match made:
         case (nn.Module() as model, tuple() as args):
             return model, args, {}
         case (nn.Module() as model, tuple() as args, Mapping() as kwargs):
             return model, args, kwargs
-    raise ConfigError(f"{path} returned {type(made).__name__}", where=path, instead=_CONTRACT)
+    raise ConfigError(f"{path} returned {type(made).__name__}", where=path, instead=CONTRACT)
 
 
-def _link(text: str) -> str | float:
+def link_of(text: str) -> str | float:
+    """A link that a command line names, or its rate."""
     try:
         return float(text)
     except ValueError:

@@ -13,7 +13,7 @@ from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.cost.hardware import hardware as named_hardware
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.explain.build import build_plan
-from fsdp_compile.explain.open_sizes import Dims, open_inputs
+from fsdp_compile.explain.open_sizes import Dims, OpenInputs, open_inputs
 from fsdp_compile.explain.plan import Plan
 from fsdp_compile.explain.rescale import Traced
 from fsdp_compile.explain.skipped import not_in_graphs
@@ -75,7 +75,7 @@ def explain(
         )
     estimated_for = hardware or checked.planned_for or named_hardware()
     if checked.regions == "blocks":
-        checked = _as_blocks(checked)
+        checked = as_blocks(checked)
     if sharded_root(plain) is not None:
         if args or kwargs or options is not None or dims:
             raise ConfigError(
@@ -88,17 +88,34 @@ def explain(
         checked = dataclasses.replace(checked, hardware=checked.planned_for or estimated_for)
     inputs = open_inputs(plain, args, kwargs, dims or {})
     with planning_world(world_size) as ranks:
-        copied = stand_in(plain)
-        sharding = {"mesh": planning_mesh(checked.sharding_strategy), **checked.sharding}
-        sharded = shard_stand_in(copied, **sharding)
-        regions = trace(copied, inputs, checked)
-        traced = Traced(copied, units_of(sharded), tuple(regions), ranks, checked, FUSION[checked.lower])
+        traced = traced_model(plain, inputs, ranks, checked)
         if inputs.sizes:
             return traced.planned(ranks, inputs.sizes, estimated_for)
-        return traced.plan([region.steps for region in regions], traced.units, ranks, {}, estimated_for)
+        return traced.plan([region.steps for region in traced.regions], traced.units, ranks, {}, estimated_for)
 
 
-def _as_blocks(options: FSDPOptions) -> FSDPOptions:
+def traced_model(
+    plain: nn.Module, inputs: OpenInputs, ranks: int, options: FSDPOptions, recomputed: int | None = None
+) -> Traced:
+    """Traces a sharded copy of a plain model, inside of `planning_world`.
+
+    Args:
+        plain: The model, which is only read.
+        inputs: What its forward is called with.
+        ranks: Of the world.
+        options: Of the compile.
+        recomputed: How many blocks are computed again in backward; `None` for as few as the budget allows.
+
+    Raises:
+        UnsupportedModelError: If the model cannot be traced or sharded.
+    """
+    copied = stand_in(plain)
+    sharded = shard_stand_in(copied, **{"mesh": planning_mesh(options.sharding_strategy), **options.sharding})
+    regions = trace(copied, inputs, options, recomputed)
+    return Traced(copied, units_of(sharded), tuple(regions), ranks, options, FUSION[options.lower])
+
+
+def as_blocks(options: FSDPOptions) -> FSDPOptions:
     """Options with which the one graph of a model gathers and reduces as the graphs of its blocks do."""
     if options.memory_budget_gb is not None:
         raise refusal_of_several("blocks are compiled one by one", options)

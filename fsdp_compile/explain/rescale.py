@@ -27,10 +27,11 @@ from fsdp_compile.explain.units import UnitData, flat_numel
 from fsdp_compile.ir.graph import KEY, Role, StepGraph, require, role_of
 from fsdp_compile.ir.queries import GRADIENTS_OF_READS, TEXT_POSITION, read_text
 from fsdp_compile.layout import flat_layout
-from fsdp_compile.layout.spec import UnshardSpec
+from fsdp_compile.layout.spec import Reshard, UnshardSpec
 from fsdp_compile.ops.embedding import LOOK_UP
 from fsdp_compile.ops.unshard import UNSHARD
 from fsdp_compile.options import FSDPOptions
+from fsdp_compile.partition.auto_reshard import keep_all
 from fsdp_compile.partition.cast_before_gather import casts_of
 from fsdp_compile.pipeline import keep, transform
 
@@ -39,6 +40,39 @@ _RECOMPUTED = (
     "how many blocks are computed again in backward for the budget was chosen when the model was traced, for {} ranks"
 )
 _LOW_BITS = "which parameters are sent in 8 bits depends on the number of ranks"
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharding:
+    """How a plan shares parameters, where it is made from graphs that were traced for all ranks of a 1-D mesh.
+
+    Attributes:
+        ranks: That share each parameter, neighbours in the world.
+        replicas: Groups of such ranks, each of which has all parameters.
+        reshard: When gathered parameters are freed; `None` for as they were traced, and for a choice, graphs must have
+            been traced with `Reshard.AUTO`.
+        compute: Type of the device that computes, if shards are in host memory; else empty.
+    """
+
+    ranks: int
+    replicas: int = 1
+    reshard: Reshard | None = None
+    compute: str = ""
+
+    def of(self, spec: UnshardSpec, offset: int, extent: int) -> UnshardSpec:
+        """A read of a parameter under this sharding."""
+        copies = {"replicas": self.replicas, "replicate_group": "fsdp.replicate.0", "replicate_stride": self.ranks}
+        # Parameters are kept by an edit of both graphs, which are traced as if that were open.
+        freed = self.reshard is Reshard.AFTER_FORWARD
+        return dataclasses.replace(
+            spec,
+            offset=offset,
+            extent=extent,
+            size=self.ranks,
+            reshard=Reshard.AFTER_FORWARD if freed else spec.reshard,
+            compute=self.compute or spec.compute,
+            **(copies if self.replicas > 1 else {}),
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,30 +108,59 @@ class Traced:
         Raises:
             ConfigError: If the model has other graphs there.
         """
-        units: Sequence[UnitData] = self.units
-        regions = [[closed(step, of.sizes, sizes) for step in of.captured] for of in self.regions]
-        for region in self.regions:
-            region.sizes.check(sizes)  # another size may need another graph, which only a new trace can make
-        if ranks != self.world_size:
+        elsewhere = ranks != self.world_size
+        if elsewhere:
             self._refuse(ranks)
-            names = (name for name, _ in self.model.named_parameters(remove_duplicate=False))
-            order = {name: index for index, name in enumerate(names)}
-            units = [_resized(unit, order, ranks) for unit in units]
-            for step in (step for steps in regions for step in steps):
-                _rewrite(step, order, ranks)
-        # A fixed schedule refuses an option that it does not use.
-        for_graphs = planned_for if self.options.prefetch == "auto" else None
-        options = dataclasses.replace(self.options, artifacts=None, hardware=for_graphs)
         try:
-            steps = [
-                _transformed(steps, options, region.whole) for steps, region in zip(regions, self.regions, strict=True)
-            ]
+            steps, units = self.resharded(Sharding(ranks) if elsewhere else None, sizes, planned_for, self.options)
         except BudgetTooSmallError as error:
             # Reports with open sizes compute nothing again, on no ranks.
             if sizes or not self.options.may_recompute or ranks == self.world_size:
                 raise
             raise self._refusal(_RECOMPUTED.format(self.world_size), ranks) from error
         return self.plan(steps, units, ranks, sizes, planned_for)
+
+    def resharded(
+        self, sharding: Sharding | None, sizes: Mapping[str, int], planned_for: Hardware, options: FSDPOptions
+    ) -> tuple[list[list[StepGraph]], Sequence[UnitData]]:
+        """Runs the passes on copies of the traced graphs.
+
+        Args:
+            sharding: What they are rewritten for; `None` for what they were traced for.
+            sizes: Of open dimensions.
+            planned_for: Device and links of a planned schedule.
+            options: Of the passes.
+
+        Returns:
+            For each region its graphs after the passes, and the units with their parameters so sharded.
+
+        Raises:
+            ConfigError: For sizes with which the traced graph is another one, or a budget that no schedule keeps.
+        """
+        units: Sequence[UnitData] = self.units
+        for region in self.regions:
+            region.sizes.check(sizes)  # another size may need another graph, which only a new trace can make
+        regions = self.closed_at(sizes)
+        if sharding is not None:
+            names = (name for name, _ in self.model.named_parameters(remove_duplicate=False))
+            order = {name: index for index, name in enumerate(names)}
+            units = [_resized(unit, order, sharding) for unit in units]
+            for step in (step for steps in regions for step in steps):
+                _rewrite(step, order, sharding)
+        # A fixed schedule refuses an option that it does not use.
+        for_graphs = planned_for if options.prefetch == "auto" else None
+        options = dataclasses.replace(options, artifacts=None, hardware=for_graphs)
+        keeps_all = sharding is not None and sharding.reshard is Reshard.AFTER_BACKWARD
+        made = []
+        for steps, region in zip(regions, self.regions, strict=True):
+            if keeps_all and len(steps) > 1:
+                keep_all(*steps)
+            made.append(_transformed(steps, options, region.whole))
+        return made, units
+
+    def closed_at(self, sizes: Mapping[str, int]) -> list[list[StepGraph]]:
+        """Copies of the traced graphs before the passes, for inputs of these sizes."""
+        return [[closed(step, of.sizes, sizes) for step in of.captured] for of in self.regions]
 
     def plan(
         self,
@@ -124,6 +187,10 @@ class Traced:
             instead = "explain() in a world of each size, or without gather_dtype"
             raise ConfigError(_LOW_BITS, where="Plan.formulas()", instead=instead)
         return formulas(plan, self)
+
+    def divides_over(self, ranks: int) -> bool:
+        """Whether every parameter can be shared by so many ranks."""
+        return not any(self._uneven(ranks))
 
     def _refuse(self, ranks: int) -> None:
         """Refuses numbers of ranks for which the plan does not follow from what was traced."""
@@ -196,41 +263,39 @@ Order = Mapping[str, int]
 
 
 def _laid_out(
-    specs: Mapping[str, UnshardSpec], order: Order, stored: torch.dtype, ranks: int
+    specs: Mapping[str, UnshardSpec], order: Order, stored: torch.dtype, sharding: Sharding
 ) -> dict[str, UnshardSpec]:
-    """The reads of a flat parameter that is sharded over so many ranks, by offset."""
+    """The reads of a flat parameter that is sharded so, by offset."""
     names = sorted(specs, key=lambda name: order.get(name, len(order)))
     first = specs[names[0]]
     shapes = [flat_layout.ParameterShape(name, specs[name].shape, specs[name].dim) for name in names]
     planned = flat_layout.plan_layout(
-        shapes, size=ranks, stored=stored, sent=first.param_dtype, reduced=first.reduce_dtype
+        shapes, size=sharding.ranks, stored=stored, sent=first.param_dtype, reduced=first.reduce_dtype
     )
     return {
-        names[place.index]: dataclasses.replace(
-            specs[names[place.index]], offset=place.offset, extent=place.extent, size=ranks
-        )
+        names[place.index]: sharding.of(specs[names[place.index]], place.offset, place.extent)
         for place in planned.slots
     }
 
 
-def _resized(unit: UnitData, order: Order, ranks: int) -> UnitData:
-    """A unit of the same parameters over so many ranks."""
+def _resized(unit: UnitData, order: Order, sharding: Sharding) -> UnitData:
+    """A unit of the same parameters, sharded so."""
     specs: dict[str, UnshardSpec] = {}
     for flat in unit.flats:
-        specs |= _laid_out({param.name: param.spec for param in flat}, order, flat[0].stored, ranks)
+        specs |= _laid_out({param.name: param.spec for param in flat}, order, flat[0].stored, sharding)
     params = tuple(dataclasses.replace(param, spec=specs[param.name]) for param in unit.params)
     return dataclasses.replace(unit, params=params)
 
 
-def _rewrite(step: StepGraph, order: Order, ranks: int) -> None:
-    """Rewrites a graph before the passes for so many ranks."""
+def _rewrite(step: StepGraph, order: Order, sharding: Sharding) -> None:
+    """Rewrites a graph before the passes for another sharding."""
     texts: dict[fx.Node, dict[str, str]] = {}
     like_flats: dict[fx.Node, int] = {}
     for node in step.graph.nodes:
         if role_of(node) is Role.FLAT:
             record = require(node)
             before = dict(zip(record.parameters, record.specs, strict=True))
-            after = _laid_out(before, order, node.meta["val"].dtype, ranks)
+            after = _laid_out(before, order, node.meta["val"].dtype, sharding)
             specs = tuple(after[name] for name in record.parameters)  # in the order of registration
             node.meta[KEY] = dataclasses.replace(record, specs=specs)
             texts[node] = {before[name].text: spec.text for name, spec in after.items()}

@@ -32,6 +32,7 @@ from fsdp_compile.lower.eager import compile_eagerly
 from fsdp_compile.lower.inductor import compile_with_inductor
 from fsdp_compile.lower.region import Region
 from fsdp_compile.options import FSDPOptions
+from fsdp_compile.partition.recompute import blocks
 from fsdp_compile.pipeline import keep, transform
 
 Claim = tuple[str, str]
@@ -48,6 +49,7 @@ class TracedRegion(Region):
         names: The symbols of open dimensions to ours; empty where all sizes are numbers.
         env: The shape environment of its trace.
         runs: Receives the region for each call of its forward, and which parameters it was called with.
+        fixed: How many blocks are computed again in backward; `None` for as few as the budget allows.
     """
 
     captured: list[StepGraph] = dataclasses.field(default_factory=list)
@@ -55,6 +57,11 @@ class TracedRegion(Region):
     names: Mapping[sympy.Symbol, sympy.Symbol] = dataclasses.field(default_factory=dict)
     env: Any = None
     runs: list[Run] = dataclasses.field(default_factory=list)
+    fixed: int | None = None
+
+    def blocks_again(self, joint: fx.GraphModule, attempted: int) -> int:
+        """How many blocks backward computes again."""
+        return attempted if self.fixed is None else min(self.fixed, len(blocks(joint.graph)))
 
     @functools.cached_property
     def sizes(self) -> OpenSizes:
@@ -122,8 +129,16 @@ Run = tuple[TracedRegion, Mapping[Claim, Claim]]
 """A region that was called, and for each parameter that it was compiled for the one that it was called with."""
 
 
-def trace(model: nn.Module, inputs: OpenInputs, options: FSDPOptions) -> list[TracedRegion]:
+def trace(
+    model: nn.Module, inputs: OpenInputs, options: FSDPOptions, recomputed: int | None = None
+) -> list[TracedRegion]:
     """Compiles a sharded stand-in without lowering it; with open dimensions, graphs are captured and passes do not run.
+
+    Args:
+        model: The stand-in.
+        inputs: What it is called with.
+        options: Of the compile.
+        recomputed: How many blocks are computed again in backward; `None` for as few as the budget allows.
 
     Returns:
         The compiled regions in the order in which they run, each with a forward and, when training, a backward; one
@@ -134,7 +149,7 @@ def trace(model: nn.Module, inputs: OpenInputs, options: FSDPOptions) -> list[Tr
     """
     runs: list[Run] = []
     try:
-        given: dict[str, Any] = {"inputs": inputs, "options": options, "runs": runs}
+        given: dict[str, Any] = {"inputs": inputs, "options": options, "runs": runs, "recomputed": recomputed}
         called = torch.compile(_caller(), backend=_record, dynamic=False, options=given)
         called(model, *inputs.args, **inputs.kwargs)
     except FSDPCompileError:
@@ -169,6 +184,7 @@ def _record(gm: fx.GraphModule, examples: Sequence[Any], *, options: Mapping[str
     if checked.embedding == "sharded":
         shard_lookups(gm)
     region = _region(gm, examples, inputs, checked, runs)
+    region.fixed = options["recomputed"]
     if checked.lower == "eager":
         return compile_eagerly(gm, examples, region)
     return compile_with_inductor(gm, examples, region, checked.inductor)

@@ -99,9 +99,14 @@ class Region:
         claim_gradients(*self.steps)
         return self.steps[0].gm, self.steps[1].gm
 
+    def blocks_again(self, joint: fx.GraphModule, attempted: int) -> int:  # noqa: ARG002
+        """How many blocks backward computes again; a report may have another number than a budget leads to."""
+        return attempted
+
     def _split(self, joint: fx.GraphModule, inputs: Any, recomputed: int, kwargs: Mapping[str, Any]) -> list[StepGraph]:
         if self.may_recompute:
             joint = StepGraph(joint, Phase.FORWARD).copy().gm  # another attempt may follow
+        recomputed = self.blocks_again(joint, recomputed)
         if recomputed:
             say(f"region {self.number}: computing {recomputed} of {len(blocks(joint.graph))} blocks again in backward")
         self.recomputed = recomputed

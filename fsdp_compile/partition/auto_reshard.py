@@ -70,6 +70,22 @@ def keep_unsharded(
     return tuple(require(_input(backward, name)).unit for name in kept)
 
 
+def keep_all(forward: StepGraph, backward: StepGraph) -> None:
+    """Saves from forward to backward every parameter that both read, as `Reshard.AFTER_BACKWARD` does; edits both."""
+    names = [node.name for node in forward.nodes(Role.FLAT)]
+    there = {node.name for node in backward.nodes(Role.FLAT)}
+    for name in names:
+        if name in there and _reads(backward, name) and _forward_reads_all(forward, backward, name):
+            _keep(forward, backward, name)
+    for step in (forward, backward):
+        step.graph.lint()
+        step.gm.recompile()
+
+
+def _forward_reads_all(forward: StepGraph, backward: StepGraph, name: str) -> bool:
+    return set(map(read_text, _reads(backward, name))) <= set(map(read_text, _reads(forward, name)))
+
+
 def _is_open(read: fx.Node) -> bool:
     return unsharded_value(read) is None and parse(read_text(read)).reshard is Reshard.AUTO
 
@@ -81,8 +97,7 @@ def _pairs(forward: StepGraph, backward: StepGraph, first: Outlined, second: Out
     return tuple(
         Pair(number, again[name])
         for number, name in both
-        if all(map(_is_open, _reads(backward, name)))
-        and {read_text(read) for read in _reads(backward, name)} <= {read_text(read) for read in _reads(forward, name)}
+        if all(map(_is_open, _reads(backward, name))) and _forward_reads_all(forward, backward, name)
     )
 
 

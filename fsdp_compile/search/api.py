@@ -1,0 +1,173 @@
+"""`plan`: whether a model fits, which way to shard it is the fastest, and what to write."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from fsdp_compile.config.choices import check_world_size
+from fsdp_compile.cost.hardware import Hardware
+from fsdp_compile.cost.hardware import hardware as named_hardware
+from fsdp_compile.errors import ConfigError
+from fsdp_compile.explain.stand_in import planning_world
+from fsdp_compile.fsdp2.module_class import user_class
+from fsdp_compile.fsdp2.take_over import sharded_root
+from fsdp_compile.options import FSDPOptions
+from fsdp_compile.search.choice import OPTIMIZERS, Ask, Configuration, Offload
+from fsdp_compile.search.fit import Advice, Fit
+from fsdp_compile.search.search import Program, Search, least, samples_of
+
+RESERVE_SHARE: Final = 0.08
+"""Assumed share of a device's memory that no estimate sees: its context, buffers of its libraries, gaps."""
+_CHOSEN: Final = ("mesh", "reshard_after_forward", "offload_policy", "memory_budget_gb", "sharding_strategy", "hardware")
+"""Options that a search chooses."""
+_MORE: Final = (2, 4, 8, 16, 32, 64)
+"""How many times as many devices are tried where a model does not fit."""
+
+
+def plan(
+    model: nn.Module,
+    *args: Any,
+    gpus: int,
+    tokens_per_step: int,
+    hardware: Hardware | None = None,
+    memory_gb: float | None = None,
+    reserve_gb: float | None = None,
+    optimizer: str = "adamw",
+    allow: Collection[str] = (),
+    options: Mapping[str, Any] | FSDPOptions | None = None,
+    **kwargs: Any,
+) -> Fit:
+    """Searches for the fastest way to train a model in the memory that there is; nothing is run.
+
+    The model is traced without values, a deep one with few of its like blocks. Estimates of time and memory are those
+    of `explain`, with gradients of earlier micro-batches and optimizer state in addition.
+
+    Args:
+        model: A plain model, on any device, meta included.
+        *args: What its forward is called with. Dimension 0 of every tensor is the batch, whose size is searched for.
+        gpus: Ranks of the world.
+        tokens_per_step: Of all ranks. The first integer tensor with two dimensions or more has the tokens of a sample;
+            without one, a sample counts as one token.
+        hardware: Device and links, from `fsdp_compile.cost.hardware`, which also says how many devices a host has; or
+            those of a `calibrate` file. By default hosts of 8 H100 with a 400 Gb/s port each.
+        memory_gb: Of one device, in 1e9 byte; by default that of the hardware.
+        reserve_gb: Of that, what is left free for what no estimate sees; by default 8 %, on a CPU nothing.
+        optimizer: One of "adamw", "adam", "adagrad", "sgd", "sgd-momentum", whose state counts.
+        allow: "cpu_offload" to search configurations that keep shards and optimizer state in host memory, too.
+        options: As for `explain`, such as `mp_policy`; without those that the search chooses.
+        **kwargs: Keyword arguments of its forward.
+
+    Raises:
+        ConfigError: For an impossible number or name, or tokens that do not divide over the ranks.
+        UnsupportedModelError: If the model cannot be traced, or has graph breaks.
+
+    Example:
+        >>> fit = plan(model, tokens, gpus=64, tokens_per_step=4_194_304)
+        >>> print(fit.verdict)
+    """
+    there = hardware or named_hardware()
+    checked = _options(FSDPOptions.from_dict(options))
+    tokens = _tokens_of_a_sample(args, kwargs)
+    check_world_size(gpus, "plan(gpus=...)")
+    samples_of(tokens_per_step, gpus, tokens)
+    memory_bytes = _positive("memory_gb", memory_gb, there.device.memory.value / 1e9) * 1e9
+    share = 0.0 if _is_cpu(there) else RESERVE_SHARE
+    reserve_bytes = memory_bytes * share if reserve_gb is None else _positive("reserve_gb", reserve_gb, 0.0) * 1e9
+    ask = Ask(gpus, there, memory_bytes, reserve_bytes, tokens_per_step, tokens, _known(optimizer), _allowed(allow))
+    if not isinstance(model, nn.Module) or sharded_root(model) is not None:
+        raise ConfigError(
+            "the model is sharded already" if isinstance(model, nn.Module) else f"{type(model).__name__} is no module",
+            where="plan(model)",
+            instead="the plain model, before fully_shard and torch.compile",
+        )
+    program = Program(model, args, kwargs, checked)
+    search = Search(program, ask)
+    found = search.run()
+    advice = () if found.best else tuple(sorted(_advice(program, ask), key=lambda each: each.gpu_s_per_token))
+    return Fit(user_class(model).__name__, ask, found, advice, program)
+
+
+def _advice(program: Program, ask: Ask) -> Iterator[Advice]:
+    """Changes with which some configuration keeps the memory."""
+    if Offload.CPU not in ask.allow:
+        allowed = dataclasses.replace(ask, allow=(Offload.CPU,))
+        made = _least(program, allowed, offload=Offload.CPU)
+        if made.peak_bytes <= ask.memory_bytes:
+            change = "keep shards and optimizer state in host memory"
+            yield _of(change, {"allow": [Offload.CPU.value]}, made, allowed)
+    for times in _MORE:
+        tokens = ask.tokens_per_step * (1 if ask.samples % times == 0 else times)
+        more = dataclasses.replace(ask, gpus=ask.gpus * times, tokens_per_step=tokens)
+        made = _least(program, more)
+        if made.peak_bytes <= ask.memory_bytes:
+            change = f"{more.gpus} GPUs in place of {ask.gpus}, {tokens} tokens per step"
+            yield _of(change, {"gpus": more.gpus, "tokens_per_step": tokens}, made, more)
+            break
+    made = _least(program, ask)
+    memory_gb = -(-made.peak_bytes // 1e6) / 1e3
+    reserved = {"reserve_gb": ask.reserve_bytes / 1e9}
+    yield _of(f"GPUs with {memory_gb:g} GB each", {"memory_gb": memory_gb, **reserved}, made, ask)
+
+
+def _of(change: str, arguments: Mapping[str, Any], made: Configuration, ask: Ask) -> Advice:
+    return Advice(change, arguments, made, ask.gpus * made.step_us * 1e-6 / ask.tokens_per_step)
+
+
+def _least(program: Program, ask: Ask, offload: Offload = Offload.NOTHING) -> Configuration:
+    """The configuration that takes the least memory."""
+    search = Search(program, ask)
+    with planning_world(ask.gpus):
+        return search.configuration(next(choice for choice in least(search) if choice.offload is offload))
+
+
+def _is_cpu(hardware: Hardware) -> bool:
+    return (hardware.device.name if hardware.cluster is None else hardware.cluster.device_type) == "cpu"
+
+
+def _options(options: FSDPOptions) -> FSDPOptions:
+    """The options, if the search may choose the others."""
+    defaults = {field.name: field.default for field in dataclasses.fields(FSDPOptions)}
+    for name in _CHOSEN:
+        if getattr(options, name) != defaults[name]:
+            raise ConfigError(
+                f"{name} is what the search chooses, or an argument of its own",
+                where=f"plan(options={{{name!r}: ...}})",
+                instead="leave it out, or explain() for a configuration that is chosen",
+            )
+    return options
+
+
+def _tokens_of_a_sample(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    for leaf in tree_leaves((args, kwargs)):
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > 1 and not leaf.is_floating_point() and leaf.shape[0]:
+            return leaf.numel() // leaf.shape[0]
+    return 1
+
+
+def _positive(name: str, given: float | None, default: float) -> float:
+    if given is not None and not 0 <= given < float("inf"):
+        raise ConfigError(f"{name} cannot be {given}", where=f"plan({name}=...)", instead="a number of 1e9 byte")
+    return default if given is None else given
+
+
+def _known(optimizer: str) -> str:
+    if optimizer not in OPTIMIZERS:
+        raise ConfigError(
+            f"the state of optimizer {optimizer!r} is not known",
+            where="plan(optimizer=...)",
+            instead=f"one of {', '.join(OPTIMIZERS)}",
+        )
+    return optimizer
+
+
+def _allowed(names: Collection[str]) -> tuple[Offload, ...]:
+    for name in names:
+        if name != Offload.CPU.value:
+            raise ConfigError(f"{name!r} cannot be allowed", where="plan(allow=...)", instead=repr(Offload.CPU.value))
+    return (Offload.CPU,) if names else ()

@@ -1,0 +1,245 @@
+"""What `plan` returns: whether a model fits, how fast it is, and what to write."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.utils._pytree import tree_map_only
+
+import torch
+
+from fsdp_compile.explain.api import explain
+from fsdp_compile.explain.page import to_plain
+from fsdp_compile.explain.stand_in import planning_world
+from fsdp_compile.explain.tables import Table, as_text, size, time
+from fsdp_compile.search.choice import OPTIMIZERS, RESHARDS, Ask, Configuration, Offload, Part
+from fsdp_compile.search.search import TOLERANCE, Found, Program
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from fsdp_compile.explain.plan import Plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Advice:
+    """A change with which a model fits.
+
+    Attributes:
+        change: In words.
+        arguments: Of `plan`, to be changed.
+        result: The configuration that takes the least memory then.
+        gpu_s_per_token: What it costs: seconds of all devices for one token.
+    """
+
+    change: str
+    arguments: Mapping[str, Any]
+    result: Configuration
+    gpu_s_per_token: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """Whether a model fits, the fastest configurations, and what to write; `print` it, or read it as data.
+
+    Attributes:
+        title: Class of the model.
+        ask: What was asked for.
+        found: The configurations that keep the memory, the fastest first, and those that do not.
+        advice: If none keeps it, what would make the model fit, the cheapest first.
+        program: The model and its inputs.
+    """
+
+    title: str
+    ask: Ask
+    found: Found
+    advice: tuple[Advice, ...]
+    program: Program = dataclasses.field(repr=False)
+
+    @property
+    def best(self) -> tuple[Configuration, ...]:
+        """The fastest configurations that keep the memory; none if the model does not fit."""
+        return self.found.best
+
+    @property
+    def fits(self) -> bool:
+        """Whether some configuration keeps the memory."""
+        return bool(self.best)
+
+    @property
+    def verdict(self) -> str:
+        """One line."""
+        memory = self.ask.memory_bytes
+        if self.fits:
+            return f"fits: {self.best[0].peak_bytes / 1e9:.3g} of {memory / 1e9:.3g} GB per GPU"
+        short = size(self.found.too_large[0].peak_bytes - memory) if self.found.too_large else "an unknown size"
+        return f"does not fit: short by {short} per GPU" + "; what would make it fit, in order of cost:" * bool(
+            self.advice
+        )
+
+    @property
+    def code(self) -> str:
+        """What to write for the first configuration; empty if none fits."""
+        return _code(self.best[0], self.ask, self.program) if self.fits else ""
+
+    def explain(self) -> Plan:
+        """The plan of the first configuration as `explain` makes it, of all blocks of the model.
+
+        Raises:
+            ConfigError: If no configuration fits.
+        """
+        first = self.best[0] if self.fits else self.found.too_large[0]
+        return _explained(first, self.ask, self.program)
+
+    def save_html(self, path: str | Path) -> Path:
+        """Writes the page of `explain` for the first configuration, and returns its path."""
+        return self.explain().save_html(path)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain data, ready for JSON; units are in the names of the fields."""
+        ask = {
+            "gpus": self.ask.gpus,
+            "device": self.ask.hardware.device.name,
+            "links": self.ask.hardware.links,
+            "links_measured": self.ask.hardware.cluster is not None,
+            "memory_bytes": self.ask.memory_bytes,
+            "reserve_bytes": self.ask.reserve_bytes,
+            "tokens_per_step": self.ask.tokens_per_step,
+            "optimizer": self.ask.optimizer,
+            "allow": [offload.value for offload in self.ask.allow],
+        }
+        advice = [
+            {
+                "change": each.change,
+                "arguments": to_plain(each.arguments),
+                "gpu_s_per_token": each.gpu_s_per_token,
+                **each.result.to_dict(),
+            }
+            for each in self.advice
+        ]
+        return {
+            "title": self.title,
+            "verdict": self.verdict,
+            "fits": self.fits,
+            "asked": ask,
+            "best": [each.to_dict() for each in self.best],
+            "too_large": [each.to_dict() for each in self.found.too_large],
+            "advice": advice,
+            "priced": self.found.priced,
+            "code": self.code,
+        }
+
+    def __str__(self) -> str:
+        return as_text(self._parts(), width=110)
+
+    def _parts(self) -> Iterator[RenderableType]:
+        yield self.verdict
+        for number, advice in enumerate(self.advice, 1):
+            cost = f"{advice.gpu_s_per_token * 1e6:.3g} GPU seconds per million tokens"
+            yield f"  {number}. {advice.change}: {size(advice.result.peak_bytes)} per GPU, {cost}"
+        yield ""
+        shown = self.best or self.found.too_large[:1]
+        yield _speed(shown, "the fastest" if self.fits else "the least memory").text()
+        yield _memory(shown).text()
+        yield from self._sources()
+        if self.fits:
+            yield f"\nTo write, for the first:\n\n{self.code}"
+
+    def _sources(self) -> Iterator[str]:
+        ask, cluster = self.ask, self.ask.hardware.cluster
+        links = f"{ask.hardware.links}, {'not measured' if cluster is None else f'measured in {cluster.file}'}"
+        yield f"All times and sizes are estimates; nothing was run. Device {ask.hardware.device.name}; links: {links}."
+        if self.found.stack is not None:
+            yield f"The {self.found.stack.blocks} blocks of {self.found.stack.name} are alike; few of them were traced."
+        if self.fits:
+            share = f"{100 * TOLERANCE:.0f} %"
+            yield f"{self.found.priced} configurations were priced; no other one is faster by more than {share}."
+
+
+def _speed(shown: tuple[Configuration, ...], title: str) -> Table:
+    columns = (
+        "", "shard x replica", "reshard", "batch x steps", "recompute", "graphs", "step ", "tokens/s ", "MFU ",
+    )  # fmt: skip
+    rows = []
+    for number, c in enumerate(shown, 1):
+        choice = c.choice
+        rows.append((
+            str(number),
+            f"{choice.shards} x {choice.replicas}",
+            f"{RESHARDS[choice.reshard]}" + ", offload" * (choice.offload is Offload.CPU),
+            f"{choice.micro_batch} x {choice.accumulation}",
+            f"{c.recomputed} of {c.blocks}" if c.recomputed else "no",
+            choice.form.value,
+            time(c.step_us),
+            f"{c.tokens_per_s:,.0f}",
+            f"{100 * c.mfu:.1f} %",
+        ))  # fmt: skip
+    return Table(title, columns, rows)
+
+
+def _memory(shown: tuple[Configuration, ...]) -> Table:
+    columns = ("", "peak ", *(f"{part.value} " for part in Part))
+    rows = [(str(n), size(c.peak_bytes), *(size(c.memory[part]) for part in Part)) for n, c in enumerate(shown, 1)]
+    return Table("memory of a GPU at its peak", columns, rows)
+
+
+def _code(first: Configuration, ask: Ask, program: Program) -> str:
+    """The calls that make a configuration, ready to paste."""
+    choice, device = first.choice, ask.hardware.device
+    cluster = ask.hardware.cluster
+    kind = cluster.device_type if cluster is not None else "cpu" if device.name == "cpu" else "cuda"
+    policy = program.options.mp_policy
+    imports = {"torch.distributed.device_mesh": ["init_device_mesh"], "fsdp_compile": ["fully_shard"]}
+    named = (choice.replicas, choice.shards) if choice.replicas > 1 else (choice.shards,)
+    names = ("replicate", "shard") if choice.replicas > 1 else ("shard",)
+    arguments = ["mesh=mesh", f"reshard_after_forward={RESHARDS[choice.reshard]!r}"]
+    if policy is not None:
+        imports["torch.distributed.fsdp"] = ["MixedPrecisionPolicy"]
+        dtypes = [name for name in ("param_dtype", "reduce_dtype") if getattr(policy, name) is not None]
+        said = ", ".join(f"{name}={getattr(policy, name)}" for name in dtypes)
+        arguments.append(f"mp_policy=MixedPrecisionPolicy({said})")
+    if choice.offload is Offload.CPU:
+        imports.setdefault("torch.distributed.fsdp", []).append("CPUOffloadPolicy")
+        arguments.append("offload_policy=CPUOffloadPolicy()")
+    options: dict[str, Any] = {"regions": choice.form.value}
+    if first.budget_gb is not None:
+        options["memory_budget_gb"] = first.budget_gb
+    lines = ["import torch", *(f"from {name} import {', '.join(what)}" for name, what in sorted(imports.items()))]
+    lines += [
+        "",
+        f"mesh = init_device_mesh({kind!r}, {named}, mesh_dim_names={names})",
+        f"fully_shard(model, {', '.join(arguments)})",
+        f'compiled = torch.compile(model, backend="fsdp", options={options!r})',
+        f"optimizer = {OPTIMIZERS[ask.optimizer].call}",
+        f"# {choice.micro_batch} samples of each rank in a forward, {choice.accumulation} forwards and backwards in a step",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _explained(first: Configuration, ask: Ask, program: Program) -> Plan:
+    choice = first.choice
+
+    def resized(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.dim():
+            return tensor
+        return torch.empty((choice.micro_batch, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
+
+    args, kwargs = tree_map_only(torch.Tensor, resized, (program.args, dict(program.kwargs)))
+    with planning_world(ask.gpus):
+        several = choice.replicas > 1
+        shape = (choice.replicas, choice.shards) if several else (choice.shards,)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard") if several else ("shard",))
+        options = dataclasses.replace(
+            program.options,
+            mesh=mesh,
+            reshard_after_forward=RESHARDS[choice.reshard],
+            offload_policy=CPUOffloadPolicy() if choice.offload is Offload.CPU else None,
+            memory_budget_gb=first.budget_gb,
+            regions=choice.form.value,
+        )
+        return explain(program.model, *args, options=options, hardware=ask.hardware, **kwargs)

@@ -1,0 +1,172 @@
+"""What one way to shard a model costs: its time, and its memory by the units that run, from graphs traced once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+from fsdp_compile.cost.compute import node_costs
+from fsdp_compile.cost.fusion import Kernels, plan_kernels
+from fsdp_compile.cost.hardware import Hardware
+from fsdp_compile.cost.memory import Holder, Memory, memory_of_step
+from fsdp_compile.cost.timeline import schedule
+from fsdp_compile.explain.rescale import Sharding, Traced
+from fsdp_compile.explain.units import UnitData, unit_plan
+from fsdp_compile.ir.graph import Phase, StepGraph
+from fsdp_compile.ir.queries import module_of, unit_of
+from fsdp_compile.layout.spec import Reshard
+from fsdp_compile.options import FSDPOptions
+from fsdp_compile.search.depth import Stack
+
+_PER_BLOCK: Final = (Holder.SHARD, Holder.SHARD_GRADIENT, Holder.SAVED, Holder.INPUT, Holder.OUTPUT)
+"""Memory that more blocks take more of. What is gathered and computed with at once is that of a few neighbours."""
+
+Held = Mapping[Holder, float]
+Segment = tuple[Phase, str]
+"""A unit of a graph, see `Stack.segment`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Price:
+    """Forward and backward of one micro-batch on one rank.
+
+    Attributes:
+        time_us: Until compute and all links are done.
+        compute_us: Computing alone.
+        flops: Floating-point operations.
+        shard_bytes: Sharded parameters, padding included.
+        trained_bytes: Those of them that have gradients and optimizer state.
+        host_bytes: Of shards and gradients in host memory.
+        memory: For each unit, what is held at its own peak.
+    """
+
+    time_us: float
+    compute_us: float
+    flops: float
+    shard_bytes: float
+    trained_bytes: float
+    host_bytes: float
+    memory: Mapping[Segment, Held]
+
+    @property
+    def at_peak(self) -> Held:
+        """What is held where most is."""
+        return max(self.memory.values(), key=lambda held: sum(held.values()), default={})
+
+    @property
+    def peak_bytes(self) -> float:
+        """The largest sum of live bytes."""
+        return sum(self.at_peak.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Between:
+    """How numbers go on from two numbers of blocks to a third one.
+
+    Attributes:
+        few: The smaller number of blocks.
+        more: The larger one.
+        blocks: That the model has.
+    """
+
+    few: int
+    more: int
+    blocks: int
+
+    def grow(self, few: float, more: float) -> float:
+        """A number that is the same for each further block."""
+        return few + (more - few) * (self.blocks - self.few) / (self.more - self.few)
+
+    def price(self, few: Price, more: Price, reshard: Reshard | None) -> Price:
+        """The price of the whole model."""
+        grows = (*_PER_BLOCK, *((Holder.UNSHARDED,) if reshard is Reshard.AFTER_BACKWARD else ()))
+
+        def held(a: Held, b: Held) -> Held:
+            kept = dict.fromkeys((*a, *b))
+            return {h: (self.grow if h in grows else max)(a.get(h, 0), b.get(h, 0)) for h in kept}
+
+        memory = {segment: held(few.memory[segment], more.memory[segment]) for segment in few.memory & more.memory.keys()}
+        names = [field.name for field in dataclasses.fields(Price) if field.name != "memory"]
+        return Price(memory=memory, **{name: self.grow(getattr(few, name), getattr(more, name)) for name in names})
+
+
+def price(
+    traced: Traced,
+    sharding: Sharding,
+    sizes: Mapping[str, int],
+    hardware: Hardware,
+    options: FSDPOptions,
+    stack: tuple[Stack, int] | None,
+) -> Price:
+    """Runs the passes for a sharding, and estimates time and memory of the result.
+
+    Args:
+        traced: With open sizes, for all ranks of a 1-D mesh.
+        sharding: How parameters are shared.
+        sizes: Of open dimensions.
+        hardware: What times are estimated for.
+        options: Of the passes.
+        stack: Like blocks, and how many of them were traced.
+
+    Raises:
+        ConfigError: If the model has another graph for such sizes.
+    """
+    regions, units = traced.resharded(sharding, sizes, hardware, options)
+    kernels = {step.graph: plan_kernels(step.graph, traced.fusion) for steps in regions for step in steps}
+    memories = memory_of_step(regions, lambda step: kernels[step.graph])
+    titles = frozenset(unit.title for unit in units)
+    found: dict[Segment, Held] = {}
+    scheduled = []
+    for steps, held in zip(regions, memories, strict=True):
+        for step, memory in zip(steps, held, strict=True):
+            scheduled.append(schedule(step, hardware, kernels[step.graph]))
+            for segment, live in _segments(step, memory, titles, stack):
+                if sum(live.values()) > sum(found.get(segment, {}).values()):
+                    found[segment] = live
+    shown = [unit_plan(unit, {}, training=any(len(steps) > 1 for steps in regions)) for unit in units]
+    return Price(
+        time_us=sum(each.timeline.end_us for each in scheduled),
+        compute_us=sum(each.timeline.compute_us for each in scheduled),
+        flops=sum(cost.flops for each in scheduled for cost in each.costs.values()),
+        shard_bytes=sum(unit.shard_bytes for unit in shown),
+        trained_bytes=sum(_trained_bytes(unit) for unit in units),
+        host_bytes=sum(unit.host_bytes for unit in shown),
+        memory=found,
+    )
+
+
+def computing_us(traced: Traced, sizes: Mapping[str, int], hardware: Hardware) -> float:
+    """Computing alone of the graphs before the passes, which only add copies to it."""
+    graphs = [step.graph for steps in traced.closed_at(sizes) for step in steps]
+    kernels: list[Kernels] = [plan_kernels(graph, traced.fusion) for graph in graphs]
+    costs = [node_costs(graph, hardware, of) for graph, of in zip(graphs, kernels, strict=True)]
+    return sum(cost.time_us for each in costs for cost in each.values())
+
+
+def _segments(
+    step: StepGraph, memory: Memory, titles: frozenset[str], stack: tuple[Stack, int] | None
+) -> Iterator[tuple[Segment, Held]]:
+    """For each node its unit, and what is live while it runs; a node of no known unit belongs to the one before it."""
+    live = {holder: memory.live_bytes([holder]) for holder in Holder}
+    where = ""
+    for place, node in enumerate(step.graph.nodes):
+        where = unit_of(module_of(node), titles) or where
+        segment = where if stack is None else stack[0].segment(where, stack[1])
+        yield (step.phase, segment), {holder: bytes_[place] for holder, bytes_ in live.items() if bytes_[place]}
+
+
+def _trained_bytes(unit: UnitData) -> int:
+    """Bytes of the flat parameters on one rank that have gradients."""
+    trained = [flat for flat in unit.flats if any(param.trained for param in flat)]
+    return sum(max(p.spec.offset + p.spec.extent for p in flat) * flat[0].stored.itemsize for flat in trained)
+
+
+def sent_bytes(units: Sequence[UnitData]) -> tuple[float, float]:
+    """Bytes of all full parameters as they are gathered, and of all full gradients as they are reduced."""
+    every = Counter[str]()
+    for param in (param for unit in units for param in unit.params):
+        every["gathered"] += param.spec.numel * param.spec.param_dtype.itemsize
+        every["reduced"] += param.spec.numel * param.spec.reduce_dtype.itemsize * param.trained
+    return every["gathered"], every["reduced"]

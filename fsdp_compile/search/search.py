@@ -1,0 +1,232 @@
+"""The search: the best ways to run a model by estimate, priced in the order of what they can reach at best."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import heapq
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from torch import nn
+
+from fsdp_compile.cost.devices import DEVICES
+from fsdp_compile.cost.formulas import roofline_us, share_of_others
+from fsdp_compile.errors import ConfigError
+from fsdp_compile.explain.api import as_blocks, traced_model
+from fsdp_compile.explain.open_sizes import open_inputs
+from fsdp_compile.explain.rescale import Traced
+from fsdp_compile.explain.stand_in import planning_world
+from fsdp_compile.layout.hosts import GroupRanks
+from fsdp_compile.layout.spec import Reshard
+from fsdp_compile.options import FSDPOptions
+from fsdp_compile.search.choice import PART_OF, Ask, Choice, Configuration, Form, Offload, Part
+from fsdp_compile.search.depth import DEPTHS, Stack, shortened, stack_of
+from fsdp_compile.search.price import Between, Price, computing_us, price, sent_bytes
+
+SHOWN: Final = 5
+"""Configurations that are shown."""
+TOLERANCE: Final = 0.01
+"""The search ends where nothing that is left can be faster than the shown ones by more than this share."""
+_ALL: Final = 1_000_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A model, and what its forward is called with."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    options: FSDPOptions
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What a search has found.
+
+    Attributes:
+        best: That keep the memory, the fastest first.
+        too_large: Those that do not keep it, the one that needs least first.
+        priced: How many were priced.
+        stack: Like blocks of which few were traced.
+    """
+
+    best: tuple[Configuration, ...]
+    too_large: tuple[Configuration, ...]
+    priced: int
+    stack: Stack | None
+
+
+class Search:
+    """Prices of one model; graphs are traced once for each number of blocks and each kind of recomputation."""
+
+    def __init__(self, program: Program, ask: Ask) -> None:
+        self.program = program
+        self.ask = ask
+        self.stack = stack_of(program.model)
+        self.depths: Sequence[int | None] = (None,) if self.stack is None else DEPTHS
+        self._traced = functools.cache(self._trace)
+        self._computing_us = functools.cache(self._compute)
+
+    def run(self) -> Found:
+        """Prices choices, those that can be fastest first, until the shown ones are proven."""
+        ask, done, too_large = self.ask, [], []
+        with planning_world(ask.gpus):
+            sharing = self._traced(self.depths[0], 0)
+            open_ = [choice for choice in ask.choices() if sharing.divides_over(choice.shards)]
+            queue = [(*self._at_best(choice), number, choice) for number, choice in enumerate(open_)]
+            heapq.heapify(queue)
+            while queue:
+                bound_us, _, _, choice = heapq.heappop(queue)
+                if len(done) >= SHOWN and sorted(c.step_us for c in done)[SHOWN - 1] <= bound_us * (1 + TOLERANCE):
+                    break
+                if any(choice.needs_at_least(other.choice) for other in too_large):
+                    continue
+                made = self.configuration(choice)
+                (done if made.peak_bytes <= ask.memory_bytes else too_large).append(made)
+        done.sort(key=lambda c: c.step_us)
+        too_large.sort(key=lambda c: c.peak_bytes)
+        return Found(tuple(done[:SHOWN]), tuple(too_large), len(done) + len(too_large), self.stack)
+
+    def configuration(self, choice: Choice) -> Configuration:
+        """The estimates for a choice, with as few blocks computed again as the memory takes."""
+        saved = self._price(choice, 0)
+        beside = self._beside(choice, saved)
+        room = self.ask.memory_bytes - sum(beside.values())
+        blocks, again, spent = self._blocks, 0, saved
+        if saved.peak_bytes > room and choice.form is Form.WHOLE and blocks:
+            least = self._price(choice, _ALL)
+            spared = saved.peak_bytes - least.peak_bytes
+            wanted = math.ceil((saved.peak_bytes - room) / spared * blocks) if spared > 0 else 0
+            again = min(max(wanted, 0), blocks)
+            spent = _mixed(saved, least, again / blocks)
+        memory = {**dict.fromkeys(Part, 0.0), **beside}
+        for holder, size in spent.at_peak.items():
+            memory[PART_OF[holder]] += size
+        step_us = choice.accumulation * spent.time_us + self._update_us(choice, spent)
+        flops = choice.accumulation * saved.flops
+        peak = self.ask.hardware.device.matmul_peak(self._dtype).value
+        return Configuration(
+            choice,
+            step_us=step_us,
+            tokens_per_s=self.ask.tokens_per_step / step_us * 1e6,
+            mfu=flops / (step_us * 1e-6) / peak,
+            memory=memory,
+            recomputed=again,
+            blocks=blocks,
+            budget_gb=math.floor(room / 1e6) / 1e3 if again else None,
+            host_bytes=spent.host_bytes + (self.ask.states * spent.trained_bytes if spent.host_bytes else 0),
+        )
+
+    @property
+    def _dtype(self) -> Any:
+        """The dtype in which most is computed."""
+        params = [param for unit in self._traced(self.depths[0], 0).units for param in unit.params]
+        return max(params, key=lambda param: param.spec.numel).spec.param_dtype
+
+    @property
+    def _blocks(self) -> int:
+        """Blocks that can be computed again."""
+        traced = self._traced(self.depths[-1], _ALL)
+        missing = 0 if self.stack is None else self.stack.blocks - DEPTHS[-1]
+        found = sum(region.recomputed for region in traced.regions)
+        return found + missing if found else 0
+
+    def _beside(self, choice: Choice, spent: Price) -> dict[Part, float]:
+        """Memory of a device beside its graphs: gradients of earlier micro-batches, optimizer state, the reserve."""
+        held = {Part.RESERVE: self.ask.reserve_bytes}
+        if choice.offload is Offload.NOTHING:
+            held[Part.OPTIMIZER] = self.ask.states * spent.trained_bytes
+            held[Part.GRADIENTS] = spent.trained_bytes if choice.accumulation > 1 else 0.0
+        return held
+
+    def _update_us(self, choice: Choice, spent: Price) -> float:
+        """Time of the optimizer: it reads parameter, gradient and state, and writes parameter and state."""
+        device = self.ask.hardware.device if choice.offload is Offload.NOTHING else DEVICES["cpu"]
+        moved = (3 + 2 * self.ask.states) * spent.trained_bytes
+        return float(roofline_us(0, moved, 1.0, device.bytes_per_s))
+
+    def _at_best(self, choice: Choice) -> tuple[float, float]:
+        """A time that the choice cannot beat, and that of its messages alone."""
+        gathered, reduced = self._sent
+        there = self.ask.hardware
+        shard, copies = GroupRanks(choice.shards), GroupRanks(choice.replicas, choice.shards)
+        times: dict[str, float] = {}
+        gathers = 2 if choice.reshard is Reshard.AFTER_FORWARD else 1
+        for group, size in ((shard, gathers * gathered + reduced), (copies, 2 * reduced / choice.shards)):
+            if group.size > 1:
+                us = size * share_of_others(group.size) * 1e6 / there.bytes_per_s(group)
+                link = there.link_of(group).name
+                times[link] = times.get(link, 0.0) + us
+        sent_us = max(times.values(), default=0.0)
+        return choice.accumulation * max(self._computing_us(choice.micro_batch), sent_us), sent_us
+
+    @functools.cached_property
+    def _sent(self) -> tuple[float, float]:
+        made = [sent_bytes(self._traced(depth, 0).units) for depth in self.depths]
+        return made[0] if self.stack is None else tuple(map(self._between.grow, *made))  # type: ignore[return-value]
+
+    def _compute(self, micro_batch: int) -> float:
+        there, sizes = self.ask.hardware, {"batch": micro_batch}
+        made = [computing_us(self._traced(depth, 0), sizes, there) for depth in self.depths]
+        return made[0] if self.stack is None else self._between.grow(*made)
+
+    @property
+    def _between(self) -> Between:
+        assert self.stack is not None
+        return Between(*DEPTHS, self.stack.blocks)
+
+    def _trace(self, depth: int | None, recomputed: int) -> Traced:
+        """Graphs of the model with so many blocks, with open sizes of a batch."""
+        of, args, kwargs = self.program, self.program.args, self.program.kwargs
+        model = of.model if depth is None or self.stack is None else shortened(of.model, self.stack, depth)
+        options = dataclasses.replace(of.options, reshard_after_forward="auto")
+        return traced_model(model, open_inputs(model, args, kwargs, {"batch": 0}), self.ask.gpus, options, recomputed)
+
+    def _price(self, choice: Choice, recomputed: int) -> Price:
+        made = [self._price_at(depth, choice, recomputed) for depth in self.depths]
+        return made[0] if self.stack is None else self._between.price(*made, choice.reshard)
+
+    def _price_at(self, depth: int | None, choice: Choice, recomputed: int) -> Price:
+        traced = self._traced(depth, recomputed)
+        options = as_blocks(traced.options) if choice.form is Form.BLOCKS else traced.options
+        sizes, stack = {"batch": choice.micro_batch}, None if self.stack is None or depth is None else (self.stack, depth)
+        return price(traced, choice.sharding, sizes, self.ask.hardware, options, stack)
+
+
+def _mixed(saved: Price, again: Price, share: float) -> Price:
+    """The price with a share of the blocks computed again: each of them spares and costs the same."""
+
+    def mixed(a: float, b: float) -> float:
+        return a + (b - a) * share
+
+    names = [field.name for field in dataclasses.fields(Price) if field.name != "memory"]
+    before, after = saved.at_peak, again.at_peak
+    held = {holder: mixed(before.get(holder, 0), after.get(holder, 0)) for holder in dict.fromkeys((*before, *after))}
+    segment = next(iter(saved.memory))
+    return Price(memory={segment: held}, **{name: mixed(getattr(saved, name), getattr(again, name)) for name in names})
+
+
+def least(search: Search) -> Iterator[Choice]:
+    """The choices that take the least memory, one for each kind of offload that is allowed."""
+    every = list(search.ask.choices())
+    ranks = max(choice.shards for choice in every)
+    for offload in (Offload.NOTHING, *search.ask.allow):
+        counts = (1, search.ask.samples)
+        yield Choice(ranks, search.ask.gpus // ranks, Reshard.AFTER_FORWARD, *counts, Form.WHOLE, offload)
+
+
+def samples_of(tokens_per_step: int, gpus: int, tokens_per_sample: int) -> int:
+    """Samples of one rank in a step; raises `ConfigError` if they are not a whole number."""
+    each = gpus * tokens_per_sample
+    if tokens_per_step < each or tokens_per_step % each:
+        near = max(1, round(tokens_per_step / each)) * each
+        raise ConfigError(
+            f"{tokens_per_step} tokens in a step are not the same number of samples of {tokens_per_sample} tokens on "
+            f"each of {gpus} ranks",
+            where=f"plan(tokens_per_step={tokens_per_step})",
+            instead=f"{near}",
+        )
+    return tokens_per_step // each
