@@ -12,6 +12,7 @@ BENCHMARKS = (
     "memory",
     "activations",
     "cost_model",
+    "fit",
     "compile_time",
     "first_step",
     "agreement",

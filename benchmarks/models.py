@@ -49,6 +49,10 @@ LLAMA_3_8B = LlamaSize(
     layers=32, width=4096, hidden=14_336, heads=32, key_heads=8, vocabulary=128_256, batch=1, tokens=8192
 )
 
+LLAMA_3_405B = LlamaSize(
+    layers=126, width=16_384, hidden=53_248, heads=128, key_heads=8, vocabulary=128_256, batch=1, tokens=8192
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Task:
@@ -106,6 +110,12 @@ def llama(size: LlamaSize, *, device: str = "cpu", dtype: torch.dtype = torch.fl
 def llama_3_8b() -> tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]:
     """For `fsdp-compile explain benchmarks.models:llama_3_8b`: one sequence of 8192, on meta."""
     task = llama(LLAMA_3_8B, device="meta")
+    return (task.make(), *task.inputs)
+
+
+def llama_3_405b() -> tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]:
+    """For `fsdp-compile plan benchmarks.models:llama_3_405b`: one sequence of 8192, on meta."""
+    task = llama(LLAMA_3_405B, device="meta")
     return (task.make(), *task.inputs)
 
 

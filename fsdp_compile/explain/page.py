@@ -62,6 +62,7 @@ def page_data(plan: Plan) -> dict[str, Any]:
         offset += graph.end_us
     used = {holder for graph in plan.graphs for holder in graph.memory.live_bytes}
     data["holders"] = [holder.value for holder in Holder if holder in used]
+    data["verdict"] = tables.verdict(plan)
     data["summary"] = list(tables.summary(plan))
     shown = (tables.units, tables.lanes, tables.copied, tables.skipped, tables.numbers)
     data["tables"] = [to_plain(table(plan)) for table in shown]

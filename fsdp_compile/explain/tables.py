@@ -87,6 +87,7 @@ def as_text(parts: Iterable[RenderableType], *, width: int) -> str:
 def parts(plan: Plan) -> Iterator[RenderableType]:
     """Everything that is shown, in order."""
     device = plan.hardware.device.name
+    yield verdict(plan)
     yield f"{plan.title} on {plan.world_size} ranks, {device}, {plan.links}: estimates, nothing was run\n"
     first = rich_table.Table(box=None, show_header=False, pad_edge=False)
     first.add_column(no_wrap=True)
@@ -104,6 +105,15 @@ def parts(plan: Plan) -> Iterator[RenderableType]:
     for table in (copied(plan), lanes(plan), numbers(plan), skipped(plan)):
         if table.rows:
             yield table.text()
+
+
+def verdict(plan: Plan) -> str:
+    """One line: whether forward and backward fit into a device."""
+    memory = plan.hardware.device.memory.value
+    more = "without optimizer state"
+    if plan.peak_bytes <= memory:
+        return f"fits: {size(plan.peak_bytes)} of {size(memory)} per device, {more}"
+    return f"does not fit: short by {size(plan.peak_bytes - memory)} per device of {size(memory)}, {more}"
 
 
 def summary(plan: Plan) -> Iterator[tuple[str, str, str]]:

@@ -24,13 +24,20 @@ from fsdp_compile.search.search import Program, Search, least, samples_of
 
 RESERVE_SHARE: Final = 0.08
 """Assumed share of a device's memory that no estimate sees: its context, buffers of its libraries, gaps."""
-_CHOSEN: Final = ("mesh", "reshard_after_forward", "offload_policy", "memory_budget_gb", "sharding_strategy", "hardware")
+_CHOSEN: Final = (
+    "mesh",
+    "reshard_after_forward",
+    "offload_policy",
+    "memory_budget_gb",
+    "sharding_strategy",
+    "hardware",
+)
 """Options that a search chooses."""
 _MORE: Final = (2, 4, 8, 16, 32, 64)
 """How many times as many devices are tried where a model does not fit."""
 
 
-def plan(
+def plan(  # noqa: PLR0913
     model: nn.Module,
     *args: Any,
     gpus: int,
@@ -140,6 +147,12 @@ def _options(options: FSDPOptions) -> FSDPOptions:
                 where=f"plan(options={{{name!r}: ...}})",
                 instead="leave it out, or explain() for a configuration that is chosen",
             )
+    if getattr(options.mp_policy, "gather_dtype", None) is not None:
+        raise ConfigError(
+            "which parameters are sent in 8 bits depends on the number of ranks, which the search varies",
+            where="plan(options={'mp_policy': MixedPrecision(gather_dtype=...)})",
+            instead="leave gather_dtype out, or explain() for one configuration",
+        )
     return options
 
 

@@ -1,7 +1,7 @@
 """Like blocks of a deep model: it is traced and priced with few of them, and what follows is exact per block.
 
-    model      embedding, block 0 ... block 125, head
-    traced     embedding, block 0 ... block 3, head     and once more with 8 blocks: their difference is that of 4 blocks
+model      embedding, block 0 ... block 125, head
+traced     embedding, block 0 ... block 3, head     and once more with 8 blocks: their difference is that of 4 blocks
 """
 
 from __future__ import annotations

@@ -5,20 +5,24 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
+import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils._pytree import tree_map_only
 
-import torch
-
+from fsdp_compile.cost.hardware import DEVICES, LINKS, Hardware
 from fsdp_compile.explain.api import explain
 from fsdp_compile.explain.page import to_plain
 from fsdp_compile.explain.stand_in import planning_world
 from fsdp_compile.explain.tables import Table, as_text, size, time
-from fsdp_compile.search.choice import OPTIMIZERS, RESHARDS, Ask, Configuration, Offload, Part
+from fsdp_compile.options import FSDPOptions
+from fsdp_compile.search.choice import OPTIMIZERS, RESHARDS, Ask, Configuration, Form, Offload, Part
 from fsdp_compile.search.search import TOLERANCE, Found, Program
+
+_GIVEN: Final = ("lower", "prefetch", "bucket_mb", "embedding", "reduce_layout", "activations")
+"""Options that a caller may give, with values that are plain."""
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -195,30 +199,51 @@ def _code(first: Configuration, ask: Ask, program: Program) -> str:
     kind = cluster.device_type if cluster is not None else "cpu" if device.name == "cpu" else "cuda"
     policy = program.options.mp_policy
     imports = {"torch.distributed.device_mesh": ["init_device_mesh"], "fsdp_compile": ["fully_shard"]}
-    named = (choice.replicas, choice.shards) if choice.replicas > 1 else (choice.shards,)
+    shape = (choice.replicas, choice.shards) if choice.replicas > 1 else (choice.shards,)
     names = ("replicate", "shard") if choice.replicas > 1 else ("shard",)
     arguments = ["mesh=mesh", f"reshard_after_forward={RESHARDS[choice.reshard]!r}"]
     if policy is not None:
         imports["torch.distributed.fsdp"] = ["MixedPrecisionPolicy"]
         dtypes = [name for name in ("param_dtype", "reduce_dtype") if getattr(policy, name) is not None]
-        said = ", ".join(f"{name}={getattr(policy, name)}" for name in dtypes)
-        arguments.append(f"mp_policy=MixedPrecisionPolicy({said})")
+        kept = ", ".join(f"{name}={getattr(policy, name)}" for name in dtypes)
+        arguments.append(f"mp_policy=MixedPrecisionPolicy({kept})")
     if choice.offload is Offload.CPU:
         imports.setdefault("torch.distributed.fsdp", []).append("CPUOffloadPolicy")
         arguments.append("offload_policy=CPUOffloadPolicy()")
-    options: dict[str, Any] = {"regions": choice.form.value}
-    if first.budget_gb is not None:
-        options["memory_budget_gb"] = first.budget_gb
+    options = {name: repr(value) for name, value in _options(first, program).items()}
+    if choice.form is Form.WHOLE and program.options.prefetch == "auto":
+        named = _named(ask.hardware)
+        options["hardware"] = named
+        if named.startswith("hardware("):
+            imports["fsdp_compile.cost.hardware"] = ["hardware"]
+    said = ", ".join(f'"{name}": {value}' for name, value in options.items())
     lines = ["import torch", *(f"from {name} import {', '.join(what)}" for name, what in sorted(imports.items()))]
     lines += [
         "",
-        f"mesh = init_device_mesh({kind!r}, {named}, mesh_dim_names={names})",
+        f"mesh = init_device_mesh({kind!r}, {shape}, mesh_dim_names={names})",
         f"fully_shard(model, {', '.join(arguments)})",
-        f'compiled = torch.compile(model, backend="fsdp", options={options!r})',
+        f'compiled = torch.compile(model, backend="fsdp", options={{{said}}})',
         f"optimizer = {OPTIMIZERS[ask.optimizer].call}",
-        f"# {choice.micro_batch} samples of each rank in a forward, {choice.accumulation} forwards and backwards in a step",
+        f"# a step: {choice.accumulation} times forward and backward of {choice.micro_batch} samples on each rank",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _options(first: Configuration, program: Program) -> dict[str, Any]:
+    """Options of the compile: those that were given, and those that were chosen."""
+    given = {name: getattr(program.options, name) for name in _GIVEN}
+    changed = {name: value for name, value in given.items() if value != getattr(FSDPOptions, name)}
+    budget = {} if first.budget_gb is None else {"memory_budget_gb": first.budget_gb}
+    return {**changed, "regions": first.choice.form.value, **budget}
+
+
+def _named(there: Hardware) -> str:
+    """An expression for hardware: the file of a calibration, names, or else the variable that the caller has."""
+    if there.cluster is not None:
+        return repr(there.cluster.file)
+    if LINKS.get(there.link.name) == there.link and DEVICES.get(there.device.name) == there.device:
+        return f"hardware({there.device.name!r}, {there.link.name!r}, ranks_per_host={there.local_size})"
+    return "hardware"
 
 
 def _explained(first: Configuration, ask: Ask, program: Program) -> Plan:

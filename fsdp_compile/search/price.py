@@ -87,7 +87,9 @@ class Between:
             kept = dict.fromkeys((*a, *b))
             return {h: (self.grow if h in grows else max)(a.get(h, 0), b.get(h, 0)) for h in kept}
 
-        memory = {segment: held(few.memory[segment], more.memory[segment]) for segment in few.memory & more.memory.keys()}
+        memory = {
+            segment: held(few.memory[segment], more.memory[segment]) for segment in few.memory & more.memory.keys()
+        }
         names = [field.name for field in dataclasses.fields(Price) if field.name != "memory"]
         return Price(memory=memory, **{name: self.grow(getattr(few, name), getattr(more, name)) for name in names})
 

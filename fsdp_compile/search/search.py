@@ -192,7 +192,10 @@ class Search:
     def _price_at(self, depth: int | None, choice: Choice, recomputed: int) -> Price:
         traced = self._traced(depth, recomputed)
         options = as_blocks(traced.options) if choice.form is Form.BLOCKS else traced.options
-        sizes, stack = {"batch": choice.micro_batch}, None if self.stack is None or depth is None else (self.stack, depth)
+        sizes, stack = (
+            {"batch": choice.micro_batch},
+            None if self.stack is None or depth is None else (self.stack, depth),
+        )
         return price(traced, choice.sharding, sizes, self.ask.hardware, options, stack)
 
 

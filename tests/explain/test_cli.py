@@ -35,7 +35,9 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_the_built_in_model_is_explained_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "--world-size", "4", "--lower", "eager"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("Llama on 4 ranks, h100-sxm, nvlink4")  # all on one host
+    verdict, setting, *_ = out.splitlines()
+    assert verdict.startswith("fits: ")
+    assert setting.startswith("Llama on 4 ranks, h100-sxm, nvlink4")  # all on one host
     assert max(map(len, out.splitlines())) <= 80
 
 

@@ -5,7 +5,7 @@ const escapeHtml = text => String(text).replace(/[&<>"]/g, c => ({ "&": "&amp;",
 const bytes = b => b >= 1e9 ? (b / 1e9).toPrecision(3) + " GB" : b >= 1e6 ? (b / 1e6).toPrecision(3) + " MB" : b >= 1e3 ? (b / 1e3).toPrecision(3) + " kB" : Math.round(b) + " B";
 const time = t => t >= 1e6 ? (t / 1e6).toPrecision(3) + " s" : t >= 1e3 ? (t / 1e3).toPrecision(3) + " ms" : t >= 10 || t === 0 ? t.toFixed(0) + " µs" : t.toFixed(1) + " µs";
 const COLOR = { "all-gather": "var(--gather)", "reduce-scatter": "var(--reduce)", "all-reduce": "var(--replicate)", "all-to-all": "var(--replicate)" };
-const LEFT = 86, RIGHT = 14, LANE = 30, GAP = 8;
+const LEFT = 86, NAME = 12, RIGHT = 14, LANE = 30, GAP = 8;
 const total = plan.graphs.reduce((end, g) => Math.max(end, g.offset_us + g.end_us), 1);
 const transfers = plan.graphs.flatMap((g, graph) => [...g.collectives, ...g.own].map((c, index) => ({ ...c, graph, id: graph + "-" + index, offset: g.offset_us })));
 const lanes = ["compute", ...plan.lanes];
@@ -48,7 +48,8 @@ function drawTimeline() {
   const svg = byId("timeline"), top = 20, height = top + lanes.length * (LANE + GAP) + 20;
   svg.setAttribute("height", height);
   const row = lane => top + lanes.indexOf(lane) * (LANE + GAP);
-  const name = (l, text, y) => tag("text", { x: LEFT - 10, y: row(l) + y, "text-anchor": "end" }, escapeHtml(text.replace(/^fsdp\./, "")));
+  const cut = text => text.length > NAME ? text.slice(0, NAME - 1) + "…" : text;
+  const name = (l, text, y) => tag("text", { x: LEFT - 10, y: row(l) + y, "text-anchor": "end" }, `<title>${escapeHtml(l)}</title>` + escapeHtml(cut(text.replace(/^fsdp\./, ""))));
   const names = lanes.map(l => { const [link, group] = l.split(": "); return group ? name(l, link, LANE / 2 - 3) + name(l, group, LANE / 2 + 11) : name(l, l, LANE / 2 + 4); });
   const spans = plan.graphs.flatMap((g, graph) => g.spans.map((s, i) => bar(svg, g.offset_us + s.begin_us, g.offset_us + s.end_us, row("compute"), LANE,
     i % 2 ? "var(--compute)" : "var(--compute-2)", short(s.where), { "data-span": `${graph}-${i}` })));
@@ -159,6 +160,7 @@ function table(id, head, rows) {
 
 function fillSummary() {
   byId("title").textContent = `${plan.title} on ${plan.world_size} ranks`;
+  byId("verdict").textContent = plan.verdict;
   byId("setting").textContent = `${plan.hardware.device.name}, ${plan.links}; estimated from the graphs, nothing was run`;
   byId("cards").innerHTML = plan.summary.map(([name, value, more]) =>
     `<div class="card"><b>${escapeHtml(value)}</b><span>${escapeHtml(name + more)}</span></div>`).join("");

@@ -1,0 +1,163 @@
+"""`plan`: its prices are those of `explain`, what it says fits does, and its advice helps."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import fsdp_compile
+from fsdp_compile.cli.main import main
+from fsdp_compile.cost.hardware import hardware
+from fsdp_compile.errors import ConfigError
+from fsdp_compile.layout.spec import Reshard
+from fsdp_compile.options import FSDPOptions
+from fsdp_compile.search import search as searching
+from fsdp_compile.search.choice import Ask, Choice, Form, Offload
+from fsdp_compile.search.fit import Fit, _explained
+from fsdp_compile.search.search import Program, Search
+from tests.fake_world import fake_world
+from tests.models.round_sizes import WIDTH, Stack
+
+HOSTS = hardware("cpu", "ethernet-10", ranks_per_host=2)
+EAGER = FSDPOptions(lower="eager")
+RANKS = 4
+
+
+def _program(depth: int = 3) -> Program:
+    with torch.device("meta"):
+        return Program(Stack(depth), (torch.zeros(8, WIDTH),), {}, EAGER)
+
+
+def _ask(memory_bytes: float = 1e9, samples: int = 8) -> Ask:
+    return Ask(RANKS, HOSTS, memory_bytes, 0.0, RANKS * samples, 1, "adamw", ())
+
+
+def _plan(memory_gb: float, **more: Any) -> Fit:
+    program = _program()
+    asked = {"gpus": RANKS, "tokens_per_step": 4 * RANKS, "hardware": HOSTS, "memory_gb": memory_gb, **more}
+    return fsdp_compile.plan(program.model, *program.args, options=EAGER, **asked)
+
+
+CHOICES = [
+    Choice(4, 1, Reshard.AFTER_FORWARD, 8, 1),
+    Choice(4, 1, Reshard.AFTER_BACKWARD, 8, 1),
+    Choice(2, 2, Reshard.AUTO, 4, 2),
+    Choice(2, 2, Reshard.AFTER_FORWARD, 8, 1, Form.BLOCKS),
+    Choice(4, 1, Reshard.AFTER_FORWARD, 8, 1, offload=Offload.CPU),
+]
+
+
+@pytest.fixture(scope="module")
+def search() -> Search:
+    return Search(_program(), _ask())
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: f"{choice.shards}-{choice.reshard.value}-{choice.form}")
+def test_a_choice_is_priced_from_one_trace_as_explain_does_on_its_mesh(search: Search, choice: Choice) -> None:
+    with searching.planning_world(RANKS):
+        priced, made = search._price(choice, 0), search.configuration(choice)
+    plan = _explained(made, search.ask, search.program)
+    assert priced.time_us == pytest.approx(plan.step_us)
+    assert priced.peak_bytes == plan.peak_bytes
+    assert priced.shard_bytes == plan.shard_bytes
+    assert priced.host_bytes == plan.host_bytes
+
+
+def test_a_deep_model_is_priced_by_few_of_its_blocks() -> None:
+    program, ask, choice = _program(16), _ask(), CHOICES[0]
+    short = Search(program, ask)
+    assert short.stack == searching.Stack("blocks", 16)
+    with mock.patch.object(searching, "stack_of", return_value=None):
+        full = Search(program, ask)
+    with searching.planning_world(RANKS):
+        estimated, exact = short._price(choice, 0), full._price(choice, 0)
+    assert estimated.time_us == pytest.approx(exact.time_us, rel=0.02)
+    assert estimated.peak_bytes == pytest.approx(exact.peak_bytes, rel=0.02)
+    assert estimated.shard_bytes == exact.shard_bytes
+    assert estimated.flops == exact.flops
+
+
+def test_blocks_that_differ_in_a_setting_are_not_alike() -> None:
+    model: Any = _program(16).model
+    assert searching.stack_of(model) is not None
+    model.blocks[3].norm.eps = 1e-3
+    assert searching.stack_of(model) is None
+
+
+def test_the_code_of_the_first_configuration_runs() -> None:
+    fit = _plan(1.0)
+    assert fit.fits
+    assert fit.verdict.startswith("fits: ")
+    assert [made.step_us for made in fit.best] == sorted(made.step_us for made in fit.best)
+    first = fit.best[0]
+    scope: dict[str, Any] = {"model": Stack(), "hardware": HOSTS}
+    with fake_world(RANKS):
+        exec(fit.code, scope)
+        assert fit.code in str(fit)
+        scope["compiled"](torch.zeros(first.choice.micro_batch, WIDTH)).sum().backward()
+        scope["optimizer"].step()
+
+
+def test_memory_that_holds_the_activations_of_some_blocks_computes_the_others_again() -> None:
+    search = Search(_program(6), _ask(samples=512))
+    choice = Choice(4, 1, Reshard.AFTER_FORWARD, 512, 1)
+    with searching.planning_world(RANKS):
+        saved = search.configuration(choice)
+        search.ask = dataclasses.replace(search.ask, memory_bytes=0.8 * saved.peak_bytes)
+        made = search.configuration(choice)
+    assert saved.recomputed == 0
+    assert 0 < made.recomputed < made.blocks
+    assert made.step_us > saved.step_us
+    assert made.peak_bytes <= search.ask.memory_bytes
+    plan = _explained(made, search.ask, search.program)
+    assert made.budget_gb is not None
+    assert plan.peak_bytes <= made.budget_gb * 1e9
+
+
+def test_advice_makes_a_model_fit_that_does_not() -> None:
+    fit = _plan(0.002)
+    assert not fit.fits
+    assert fit.verdict.startswith("does not fit: short by ")
+    costs = [advice.gpu_s_per_token for advice in fit.advice]
+    assert costs == sorted(costs)
+    assert len(costs) > 1
+    for advice in fit.advice:
+        assert _plan(**{"memory_gb": 0.002, **advice.arguments}).fits, advice.change
+    data = fit.to_dict()
+    assert json.loads(json.dumps(data)) == data
+
+
+WRONG = [
+    ({"tokens_per_step": 5}, "not the same number of samples"),
+    ({"optimizer": "best"}, "is not known"),
+    ({"allow": ["luck"]}, "cannot be allowed"),
+    ({"memory_gb": -1.0}, "memory_gb cannot be"),
+    ({"gpus": 0}, "cannot plan for 0 ranks"),
+    ({"options": {"reshard_after_forward": True}}, "is what the search chooses"),
+]
+
+
+@pytest.mark.parametrize(("asked", "what"), WRONG, ids=[what for _, what in WRONG])
+def test_what_cannot_be_searched_is_an_error(asked: dict[str, Any], what: str) -> None:
+    program = _program()
+    with pytest.raises(ConfigError, match=what):
+        fsdp_compile.plan(program.model, *program.args, **{"gpus": RANKS, "tokens_per_step": 8, **asked})
+
+
+COMMAND = "plan tests.models.round_sizes:stack --gpus 2 --tokens-per-step 128 --device cpu --link 1 --memory"
+
+
+def test_the_command_says_whether_it_fits_by_its_status(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMMAND.split(), "1GB", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["fits"]
+
+
+@pytest.mark.parametrize("wrong", ["--memory much", "--tokens-per-step few", "--device abacus", "--gpus 0"])
+def test_the_command_refuses_what_is_no_number_or_name(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMMAND.split(), "1GB", *wrong.split()]) == 2
+    assert "instead" in capsys.readouterr().err
