@@ -27,7 +27,7 @@ from fsdp_compile.verify.check import Stage
 from tests import long
 
 ROOT = Path(__file__).parent.parent
-COMMANDS = ("train", "checkpoint", "explain", "calibrate", "parity", "bench", "opt")
+COMMANDS = ("train", "checkpoint", "explain", "plan", "calibrate", "parity", "bench", "opt")
 LOADED = """
 import sys
 print("LOADED", *sorted(sys.modules))

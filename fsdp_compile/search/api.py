@@ -143,13 +143,13 @@ def _options(options: FSDPOptions) -> FSDPOptions:
     for name in _CHOSEN:
         if getattr(options, name) != defaults[name]:
             raise ConfigError(
-                f"{name} is what the search chooses, or an argument of its own",
+                f"the search chooses {name}, or plan() has an argument for it",
                 where=f"plan(options={{{name!r}: ...}})",
                 instead="leave it out, or explain() for a configuration that is chosen",
             )
     if getattr(options.mp_policy, "gather_dtype", None) is not None:
         raise ConfigError(
-            "which parameters are sent in 8 bits depends on the number of ranks, which the search varies",
+            "the choice of parameters in 8 bits depends on the number of ranks, which the search varies",
             where="plan(options={'mp_policy': MixedPrecision(gather_dtype=...)})",
             instead="leave gather_dtype out, or explain() for one configuration",
         )

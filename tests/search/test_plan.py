@@ -138,7 +138,7 @@ WRONG = [
     ({"allow": ["luck"]}, "cannot be allowed"),
     ({"memory_gb": -1.0}, "memory_gb cannot be"),
     ({"gpus": 0}, "cannot plan for 0 ranks"),
-    ({"options": {"reshard_after_forward": True}}, "is what the search chooses"),
+    ({"options": {"reshard_after_forward": True}}, "the search chooses reshard_after_forward"),
 ]
 
 
