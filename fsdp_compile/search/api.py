@@ -20,7 +20,7 @@ from fsdp_compile.fsdp2.take_over import sharded_root
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.search.choice import OPTIMIZERS, Ask, Configuration, Offload
 from fsdp_compile.search.fit import Advice, Fit
-from fsdp_compile.search.search import Program, Search, least, samples_of
+from fsdp_compile.search.search import Program, Search, samples_of
 
 RESERVE_SHARE: Final = 0.08
 """Assumed share of a device's memory that no estimate sees: its context, buffers of its libraries, gaps."""
@@ -104,7 +104,7 @@ def _advice(program: Program, ask: Ask) -> Iterator[Advice]:
     """Changes with which some configuration keeps the memory."""
     if Offload.CPU not in ask.allow:
         allowed = dataclasses.replace(ask, allow=(Offload.CPU,))
-        made = _least(program, allowed, offload=Offload.CPU)
+        made = _least(program, allowed)
         if made.peak_bytes <= ask.memory_bytes:
             change = "keep shards and optimizer state in host memory"
             yield _of(change, {"allow": [Offload.CPU.value]}, made, allowed)
@@ -126,11 +126,10 @@ def _of(change: str, arguments: Mapping[str, Any], made: Configuration, ask: Ask
     return Advice(change, arguments, made, ask.gpus * made.step_us * 1e-6 / ask.tokens_per_step)
 
 
-def _least(program: Program, ask: Ask, offload: Offload = Offload.NOTHING) -> Configuration:
-    """The configuration that takes the least memory."""
-    search = Search(program, ask)
+def _least(program: Program, ask: Ask) -> Configuration:
+    """The configuration that takes the least memory, in the host's if that is allowed."""
     with planning_world(ask.gpus):
-        return search.configuration(next(choice for choice in least(search) if choice.offload is offload))
+        return Search(program, ask).configuration(ask.least(ask.choices()))
 
 
 def _is_cpu(hardware: Hardware) -> bool:

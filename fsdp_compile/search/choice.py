@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from fsdp_compile.cost.hardware import Hardware
@@ -194,6 +194,14 @@ class Ask:
     def states(self) -> int:
         """Numbers of the optimizer for each parameter."""
         return OPTIMIZERS[self.optimizer].states
+
+    @staticmethod
+    def least(choices: Iterable[Choice]) -> Choice:
+        """The choice that takes the least memory."""
+        return min(
+            (choice for choice in choices if choice.form is Form.WHOLE and choice.reshard is Reshard.AFTER_FORWARD),
+            key=lambda choice: (choice.offload is Offload.NOTHING, -choice.shards, choice.micro_batch),
+        )
 
     def choices(self) -> Iterator[Choice]:
         """Every way to shard and run a model, on whole hosts or equal parts of a host."""

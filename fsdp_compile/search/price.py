@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
@@ -167,8 +166,12 @@ def _trained_bytes(unit: UnitData) -> int:
 
 def sent_bytes(units: Sequence[UnitData]) -> tuple[float, float]:
     """Bytes of all full parameters as they are gathered, and of all full gradients as they are reduced."""
-    every = Counter[str]()
-    for param in (param for unit in units for param in unit.params):
-        every["gathered"] += param.spec.numel * param.spec.param_dtype.itemsize
-        every["reduced"] += param.spec.numel * param.spec.reduce_dtype.itemsize * param.trained
-    return every["gathered"], every["reduced"]
+    specs = [(param.spec, param.trained) for unit in units for param in unit.params]
+    gathered = sum(spec.numel * spec.param_dtype.itemsize for spec, _ in specs)
+    return gathered, sum(spec.numel * spec.reduce_dtype.itemsize for spec, trained in specs if trained)
+
+
+def stored_bytes(units: Sequence[UnitData]) -> tuple[float, float]:
+    """Bytes of all full parameters as they are stored, and of those that have gradients."""
+    params = [(param.spec.numel * param.stored.itemsize, param.trained) for unit in units for param in unit.params]
+    return sum(size for size, _ in params), sum(size for size, trained in params if trained)

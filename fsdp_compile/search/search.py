@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import heapq
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from torch import nn
@@ -23,7 +23,7 @@ from fsdp_compile.layout.spec import Reshard
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.search.choice import PART_OF, Ask, Choice, Configuration, Form, Offload, Part
 from fsdp_compile.search.depth import DEPTHS, Stack, shortened, stack_of
-from fsdp_compile.search.price import Between, Price, computing_us, price, sent_bytes
+from fsdp_compile.search.price import Between, Price, computing_us, price, sent_bytes, stored_bytes
 
 SHOWN: Final = 5
 """Configurations that are shown."""
@@ -69,34 +69,43 @@ class Search:
         self.depths: Sequence[int | None] = (None,) if self.stack is None else DEPTHS
         self._traced = functools.cache(self._trace)
         self._computing_us = functools.cache(self._compute)
+        self.configuration = functools.cache(self._configuration)
 
     def run(self) -> Found:
         """Prices choices, those that can be fastest first, until the shown ones are proven."""
-        ask, done, too_large = self.ask, [], []
-        with planning_world(ask.gpus):
-            sharing = self._traced(self.depths[0], 0)
-            open_ = [choice for choice in ask.choices() if sharing.divides_over(choice.shards)]
-            queue = [(*self._at_best(choice), number, choice) for number, choice in enumerate(open_)]
+        done: list[Configuration] = []
+        too_large: list[Configuration] = []
+        with planning_world(self.ask.gpus):
+            every = [c for c in self.ask.choices() if self._traced(self.depths[0], 0).divides_over(c.shards)]
+            open_ = [choice for choice in every if self._held_at_least(choice) <= self.ask.memory_bytes]
+            queue = [(*self._at_best(choice, 0.0), number, choice) for number, choice in enumerate(open_)]
             heapq.heapify(queue)
             while queue:
-                bound_us, _, _, choice = heapq.heappop(queue)
+                bound_us, sent_us, number, choice = heapq.heappop(queue)
                 if len(done) >= SHOWN and sorted(c.step_us for c in done)[SHOWN - 1] <= bound_us * (1 + TOLERANCE):
                     break
                 if any(choice.needs_at_least(other.choice) for other in too_large):
                     continue
+                sharper_us, _ = self._at_best(choice, self._share_again(choice))
+                if sharper_us > bound_us:
+                    heapq.heappush(queue, (sharper_us, sent_us, number, choice))
+                    continue
                 made = self.configuration(choice)
-                (done if made.peak_bytes <= ask.memory_bytes else too_large).append(made)
+                (done if made.peak_bytes <= self.ask.memory_bytes else too_large).append(made)
+            if not done:
+                too_large.append(self.configuration(self.ask.least(every)))
         done.sort(key=lambda c: c.step_us)
         too_large.sort(key=lambda c: c.peak_bytes)
         return Found(tuple(done[:SHOWN]), tuple(too_large), len(done) + len(too_large), self.stack)
 
-    def configuration(self, choice: Choice) -> Configuration:
+    def _configuration(self, choice: Choice) -> Configuration:
         """The estimates for a choice, with as few blocks computed again as the memory takes."""
         saved = self._price(choice, 0)
         beside = self._beside(choice, saved)
         room = self.ask.memory_bytes - sum(beside.values())
-        blocks, again, spent = self._blocks, 0, saved
-        if saved.peak_bytes > room and choice.form is Form.WHOLE and blocks:
+        again, spent = 0, saved
+        blocks = self._blocks if saved.peak_bytes > room and choice.form is Form.WHOLE else 0
+        if blocks:
             least = self._price(choice, _ALL)
             spared = saved.peak_bytes - least.peak_bytes
             wanted = math.ceil((saved.peak_bytes - room) / spared * blocks) if spared > 0 else 0
@@ -148,8 +157,23 @@ class Search:
         moved = (3 + 2 * self.ask.states) * spent.trained_bytes
         return float(roofline_us(0, moved, 1.0, device.bytes_per_s))
 
-    def _at_best(self, choice: Choice) -> tuple[float, float]:
-        """A time that the choice cannot beat, and that of its messages alone."""
+    def _share_again(self, choice: Choice) -> float:
+        """The share of blocks that a micro-batch computes again where each rank holds the least parameters."""
+        if choice.form is Form.BLOCKS:
+            return 0.0
+        every = [c for c in self.ask.choices() if (c.micro_batch, c.offload) == (choice.micro_batch, choice.offload)]
+        made = self.configuration(self.ask.least(every))
+        return made.recomputed / made.blocks if made.blocks else 0.0
+
+    def _held_at_least(self, choice: Choice) -> float:
+        """Bytes that no schedule of a choice goes below: shards, gradients, optimizer state, and all that is kept."""
+        params, trained = self._stored
+        shards = (params + (1 + self.ask.states) * trained) / choice.shards
+        kept = self._sent[0] if choice.reshard is Reshard.AFTER_BACKWARD else 0.0
+        return self.ask.reserve_bytes + kept + (shards if choice.offload is Offload.NOTHING else 0.0)
+
+    def _at_best(self, choice: Choice, again: float) -> tuple[float, float]:
+        """A time that a choice cannot beat if it computes a share of the blocks again, and that of its messages."""
         gathered, reduced = self._sent
         there = self.ask.hardware
         shard, copies = GroupRanks(choice.shards), GroupRanks(choice.replicas, choice.shards)
@@ -161,16 +185,24 @@ class Search:
                 link = there.link_of(group).name
                 times[link] = times.get(link, 0.0) + us
         sent_us = max(times.values(), default=0.0)
-        return choice.accumulation * max(self._computing_us(choice.micro_batch), sent_us), sent_us
+        computing_us = self._computing_us(choice.micro_batch, 0)
+        if again:
+            computing_us += again * (self._computing_us(choice.micro_batch, _ALL) - computing_us)
+        return choice.accumulation * max(computing_us, sent_us), sent_us
 
     @functools.cached_property
     def _sent(self) -> tuple[float, float]:
         made = [sent_bytes(self._traced(depth, 0).units) for depth in self.depths]
         return made[0] if self.stack is None else tuple(map(self._between.grow, *made))  # type: ignore[return-value]
 
-    def _compute(self, micro_batch: int) -> float:
+    @functools.cached_property
+    def _stored(self) -> tuple[float, float]:
+        made = [stored_bytes(self._traced(depth, 0).units) for depth in self.depths]
+        return made[0] if self.stack is None else tuple(map(self._between.grow, *made))  # type: ignore[return-value]
+
+    def _compute(self, micro_batch: int, recomputed: int) -> float:
         there, sizes = self.ask.hardware, {"batch": micro_batch}
-        made = [computing_us(self._traced(depth, 0), sizes, there) for depth in self.depths]
+        made = [computing_us(self._traced(depth, recomputed), sizes, there) for depth in self.depths]
         return made[0] if self.stack is None else self._between.grow(*made)
 
     @property
@@ -210,15 +242,6 @@ def _mixed(saved: Price, again: Price, share: float) -> Price:
     held = {holder: mixed(before.get(holder, 0), after.get(holder, 0)) for holder in dict.fromkeys((*before, *after))}
     segment = next(iter(saved.memory))
     return Price(memory={segment: held}, **{name: mixed(getattr(saved, name), getattr(again, name)) for name in names})
-
-
-def least(search: Search) -> Iterator[Choice]:
-    """The choices that take the least memory, one for each kind of offload that is allowed."""
-    every = list(search.ask.choices())
-    ranks = max(choice.shards for choice in every)
-    for offload in (Offload.NOTHING, *search.ask.allow):
-        counts = (1, search.ask.samples)
-        yield Choice(ranks, search.ask.gpus // ranks, Reshard.AFTER_FORWARD, *counts, Form.WHOLE, offload)
 
 
 def samples_of(tokens_per_step: int, gpus: int, tokens_per_sample: int) -> int:

@@ -109,6 +109,7 @@ def test_memory_that_holds_the_activations_of_some_blocks_computes_the_others_ag
     with searching.planning_world(RANKS):
         saved = search.configuration(choice)
         search.ask = dataclasses.replace(search.ask, memory_bytes=0.8 * saved.peak_bytes)
+        search.configuration.cache_clear()  # type: ignore[attr-defined]
         made = search.configuration(choice)
     assert saved.recomputed == 0
     assert 0 < made.recomputed < made.blocks
