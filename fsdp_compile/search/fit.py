@@ -139,7 +139,8 @@ class Fit:
         }
 
     def __str__(self) -> str:
-        return as_text(self._parts(), width=110)
+        # The code is not wrapped.
+        return as_text(self._parts(), width=110) + f"\nTo write, for the first:\n\n{self.code}" * self.fits
 
     def _parts(self) -> Iterator[RenderableType]:
         yield self.verdict
@@ -151,8 +152,6 @@ class Fit:
         yield _speed(shown, "the fastest" if self.fits else "the least memory").text()
         yield _memory(shown).text()
         yield from self._sources()
-        if self.fits:
-            yield f"\nTo write, for the first:\n\n{self.code}"
 
     def _sources(self) -> Iterator[str]:
         ask, cluster = self.ask, self.ask.hardware.cluster
