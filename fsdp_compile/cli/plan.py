@@ -58,7 +58,10 @@ def run(arguments: argparse.Namespace) -> int:
         UnsupportedModelError: If it cannot be traced.
     """
     device, link = _device(arguments.device or _DEVICE), link_of(arguments.link or _LINK)
-    check_rate(link) if isinstance(link, float) else check_name(link, LINKS, "link")
+    if isinstance(link, float):
+        check_rate(link)
+    else:
+        check_name(link, LINKS, "link")
     check_world_size(arguments.gpus, "--gpus")
     tokens = _count(arguments.tokens_per_step)
     memory_gb, reserve_gb = (_gigabytes(f"--{name}", getattr(arguments, name)) for name in ("memory", "reserve"))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -61,7 +62,11 @@ class Sharding:
 
     def of(self, spec: UnshardSpec, offset: int, extent: int) -> UnshardSpec:
         """A read of a parameter under this sharding."""
-        copies = {"replicas": self.replicas, "replicate_group": "fsdp.replicate.0", "replicate_stride": self.ranks}
+        copies: dict[str, Any] = {
+            "replicas": self.replicas,
+            "replicate_group": "fsdp.replicate.0",
+            "replicate_stride": self.ranks,
+        }
         # Parameters are kept by an edit of both graphs, which are traced as if that were open.
         freed = self.reshard is Reshard.AFTER_FORWARD
         return dataclasses.replace(

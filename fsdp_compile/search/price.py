@@ -86,9 +86,8 @@ class Between:
             kept = dict.fromkeys((*a, *b))
             return {h: (self.grow if h in grows else max)(a.get(h, 0), b.get(h, 0)) for h in kept}
 
-        memory = {
-            segment: held(few.memory[segment], more.memory[segment]) for segment in few.memory & more.memory.keys()
-        }
+        both = [segment for segment in few.memory if segment in more.memory]
+        memory = {segment: held(few.memory[segment], more.memory[segment]) for segment in both}
         names = [field.name for field in dataclasses.fields(Price) if field.name != "memory"]
         return Price(memory=memory, **{name: self.grow(getattr(few, name), getattr(more, name)) for name in names})
 

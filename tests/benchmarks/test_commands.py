@@ -175,6 +175,13 @@ def test_matrices_have_owners(tmp_path: Path) -> None:
     assert mine["least_bytes"] < mine["received_bytes"] < rows["everywhere"]["received_bytes"]
 
 
+@pytest.mark.long
+def test_every_configuration_of_a_drawn_case_trains(tmp_path: Path) -> None:
+    rows = _run("fit", tmp_path)["results"]
+    assert [row for row in rows if "error" in row] == []
+    assert sum(row["chosen"] for row in rows) == 1
+
+
 def test_all_benchmarks_exist_and_say_what_they_are() -> None:
     for name in BENCHMARKS:
         module = importlib.import_module(f"benchmarks.{name}")
