@@ -113,6 +113,8 @@ class Choice:
     def needs_at_least(self, other: Choice) -> bool:
         """Whether it takes as much memory as another choice, or more."""
         alike = (self.reshard, self.form, self.offload) == (other.reshard, other.form, other.offload)
+        # Several micro-batches hold the gradients of the earlier ones.
+        alike = alike and (self.accumulation > 1 or other.accumulation == 1)
         return alike and self.shards <= other.shards and self.micro_batch >= other.micro_batch
 
     def to_dict(self) -> dict[str, Any]:
