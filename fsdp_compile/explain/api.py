@@ -104,7 +104,8 @@ def traced_model(
         inputs: What its forward is called with.
         ranks: Of the world.
         options: Of the compile.
-        recomputed: How many blocks are computed again in backward; `None` for as few as the budget allows.
+        recomputed: How many blocks are computed again in backward, in graphs that are captured only; `None` for as few
+            as the budget allows.
 
     Raises:
         UnsupportedModelError: If the model cannot be traced or sharded.

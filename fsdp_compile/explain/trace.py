@@ -138,7 +138,8 @@ def trace(
         model: The stand-in.
         inputs: What it is called with.
         options: Of the compile.
-        recomputed: How many blocks are computed again in backward; `None` for as few as the budget allows.
+        recomputed: How many blocks are computed again in backward, in graphs that are captured only; `None` for as few
+            as the budget allows.
 
     Returns:
         The compiled regions in the order in which they run, each with a forward and, when training, a backward; one
@@ -183,8 +184,7 @@ def _record(gm: fx.GraphModule, examples: Sequence[Any], *, options: Mapping[str
     inputs, checked, runs = options["inputs"], options["options"], options["runs"]
     if checked.embedding == "sharded":
         shard_lookups(gm)
-    region = _region(gm, examples, inputs, checked, runs)
-    region.fixed = options["recomputed"]
+    region = _region(gm, examples, inputs, checked, runs, options["recomputed"])
     if checked.lower == "eager":
         return compile_eagerly(gm, examples, region)
     return compile_with_inductor(gm, examples, region, checked.inductor)
@@ -194,34 +194,44 @@ note_backend(_record)
 
 
 def _region(
-    gm: fx.GraphModule, examples: Sequence[Any], inputs: OpenInputs, options: FSDPOptions, runs: list[Run]
+    gm: fx.GraphModule,
+    examples: Sequence[Any],
+    inputs: OpenInputs,
+    options: FSDPOptions,
+    runs: list[Run],
+    recomputed: int | None,
 ) -> TracedRegion:
-    """What receives the graphs of a Dynamo graph; where sizes are open, they are captured and nothing else."""
+    """What receives the graphs of a Dynamo graph.
+
+    Where sizes are open, or the number of blocks to compute again is given, they are captured and nothing else.
+    """
+    only_captured = bool(inputs.sizes) or recomputed is not None
     captured: list[StepGraph] = []
     whole = is_whole_model(examples)
     refuse_budget_of_a_part(examples, options, breaks=ends_in_graph_break(gm))
 
     def keep_what_fits(forward: StepGraph, backward: StepGraph) -> None:
         captured[:] = [forward.copy(), backward.copy()]  # of the last attempt, if a budget takes several
-        if not inputs.sizes:
+        if not only_captured:
             keep(forward, backward, options, whole=whole)
 
     def run_passes(step: StepGraph) -> StepGraph:
         if not captured:  # a graph without a backward
             captured.append(step.copy())
-        return step if inputs.sizes else transform(step, options)
+        return step if only_captured else transform(step, options)
 
     mode = detect_fake_mode([node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")])
     return TracedRegion(
         flat_inputs(examples),
         run_passes,
         keep_what_fits,
-        may_recompute=options.may_recompute and not inputs.sizes,
+        may_recompute=options.may_recompute and not only_captured,
         captured=captured,
         whole=whole,
         names=dict(inputs.symbols(gm, examples)),
         env=None if mode is None else mode.shape_env,
         runs=runs,
+        fixed=recomputed,
     )
 
 

@@ -7,10 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.utils._pytree import tree_map_only
 
 from fsdp_compile.cost.hardware import DEVICES, LINKS, Hardware
 from fsdp_compile.explain.api import explain
@@ -248,12 +246,7 @@ def _named(there: Hardware) -> str:
 def _explained(first: Configuration, ask: Ask, program: Program) -> Plan:
     choice = first.choice
 
-    def resized(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.dim():
-            return tensor
-        return torch.empty((choice.micro_batch, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
-
-    args, kwargs = tree_map_only(torch.Tensor, resized, (program.args, dict(program.kwargs)))
+    args, kwargs = program.with_batch(choice.micro_batch)
     with planning_world(ask.gpus):
         several = choice.replicas > 1
         shape = (choice.replicas, choice.shards) if several else (choice.shards,)

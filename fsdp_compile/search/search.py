@@ -9,7 +9,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from fsdp_compile.cost.devices import DEVICES
 from fsdp_compile.cost.formulas import roofline_us, share_of_others
@@ -40,6 +42,18 @@ class Program:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     options: FSDPOptions
+
+    def with_batch(self, size: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments of the forward on meta, with so many samples."""
+
+        def resized(tensor: torch.Tensor) -> torch.Tensor:
+            shape = (size, *tensor.shape[1:]) if tensor.dim() else ()
+            return torch.empty(shape, dtype=tensor.dtype, device="meta")
+
+        made: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(
+            torch.Tensor, resized, (self.args, dict(self.kwargs))
+        )
+        return made
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,7 +215,7 @@ class Search:
         return made[0] if self.stack is None else tuple(map(self._between.grow, *made))  # type: ignore[return-value]
 
     def _compute(self, micro_batch: int, recomputed: int) -> float:
-        there, sizes = self.ask.hardware, {"batch": micro_batch}
+        there, sizes = self.ask.hardware, self._sizes(micro_batch)
         made = [computing_us(self._traced(depth, recomputed), sizes, there) for depth in self.depths]
         return made[0] if self.stack is None else self._between.grow(*made)
 
@@ -211,11 +225,17 @@ class Search:
         return Between(*DEPTHS, self.stack.blocks)
 
     def _trace(self, depth: int | None, recomputed: int) -> Traced:
-        """Graphs of the model with so many blocks, with open sizes of a batch."""
-        of, args, kwargs = self.program, self.program.args, self.program.kwargs
+        """Graphs of the model with so many blocks; the size of a batch is open if the search has several of them."""
+        of = self.program
         model = of.model if depth is None or self.stack is None else shortened(of.model, self.stack, depth)
+        args, kwargs = (of.args, of.kwargs) if self._sizes(1) else of.with_batch(1)
         options = dataclasses.replace(of.options, reshard_after_forward="auto")
-        return traced_model(model, open_inputs(model, args, kwargs, {"batch": 0}), self.ask.gpus, options, recomputed)
+        inputs = open_inputs(model, args, kwargs, dict.fromkeys(self._sizes(1), 0))
+        return traced_model(model, inputs, self.ask.gpus, options, recomputed)
+
+    def _sizes(self, micro_batch: int) -> dict[str, int]:
+        """Of open dimensions; none where a rank has one sample, since graphs with numbers are traced faster."""
+        return {"batch": micro_batch} if self.ask.samples > 1 else {}
 
     def _price(self, choice: Choice, recomputed: int) -> Price:
         made = [self._price_at(depth, choice, recomputed) for depth in self.depths]
@@ -224,11 +244,8 @@ class Search:
     def _price_at(self, depth: int | None, choice: Choice, recomputed: int) -> Price:
         traced = self._traced(depth, recomputed)
         options = as_blocks(traced.options) if choice.form is Form.BLOCKS else traced.options
-        sizes, stack = (
-            {"batch": choice.micro_batch},
-            None if self.stack is None or depth is None else (self.stack, depth),
-        )
-        return price(traced, choice.sharding, sizes, self.ask.hardware, options, stack)
+        stack = None if self.stack is None or depth is None else (self.stack, depth)
+        return price(traced, choice.sharding, self._sizes(choice.micro_batch), self.ask.hardware, options, stack)
 
 
 def _mixed(saved: Price, again: Price, share: float) -> Price:
