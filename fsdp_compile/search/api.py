@@ -20,7 +20,7 @@ from fsdp_compile.fsdp2.take_over import sharded_root
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.search.choice import OPTIMIZERS, Ask, Configuration, Offload
 from fsdp_compile.search.fit import Advice, Fit
-from fsdp_compile.search.search import Program, Search, samples_of
+from fsdp_compile.search.search import Found, Program, Search, samples_of
 
 RESERVE_SHARE: Final = 0.08
 """Assumed share of a device's memory that no estimate sees: its context, buffers of its libraries, gaps."""
@@ -96,11 +96,11 @@ def plan(  # noqa: PLR0913
     program = Program(model, args, kwargs, checked)
     search = Search(program, ask)
     found = search.run()
-    advice = () if found.best else tuple(sorted(_advice(program, ask), key=lambda each: each.gpu_s_per_token))
+    advice = () if found.best else tuple(sorted(_advice(program, ask, found), key=lambda each: each.gpu_s_per_token))
     return Fit(user_class(model).__name__, ask, found, advice, program)
 
 
-def _advice(program: Program, ask: Ask) -> Iterator[Advice]:
+def _advice(program: Program, ask: Ask, found: Found) -> Iterator[Advice]:
     """Changes with which some configuration keeps the memory."""
     if Offload.CPU not in ask.allow:
         allowed = dataclasses.replace(ask, allow=(Offload.CPU,))
@@ -116,7 +116,7 @@ def _advice(program: Program, ask: Ask) -> Iterator[Advice]:
             change = f"{more.gpus} GPUs in place of {ask.gpus}, {tokens} tokens per step"
             yield _of(change, {"gpus": more.gpus, "tokens_per_step": tokens}, made, more)
             break
-    made = _least(program, ask)
+    made = found.smallest
     memory_gb = -(-made.peak_bytes // 1e6) / 1e3
     reserved = {"reserve_gb": ask.reserve_bytes / 1e9}
     yield _of(f"GPUs with {memory_gb:g} GB each", {"memory_gb": memory_gb, **reserved}, made, ask)
@@ -129,7 +129,7 @@ def _of(change: str, arguments: Mapping[str, Any], made: Configuration, ask: Ask
 def _least(program: Program, ask: Ask) -> Configuration:
     """The configuration that takes the least memory, in the host's if that is allowed."""
     with planning_world(ask.gpus):
-        return Search(program, ask).configuration(ask.least(ask.choices()))
+        return Search(program, ask).smallest()
 
 
 def _is_cpu(hardware: Hardware) -> bool:

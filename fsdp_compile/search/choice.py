@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from fsdp_compile.cost.hardware import Hardware
@@ -197,13 +197,14 @@ class Ask:
         """Numbers of the optimizer for each parameter."""
         return OPTIMIZERS[self.optimizer].states
 
-    @staticmethod
-    def least(choices: Iterable[Choice]) -> Choice:
-        """The choice that takes the least memory."""
-        return min(
-            (choice for choice in choices if choice.form is Form.WHOLE and choice.reshard is Reshard.AFTER_FORWARD),
-            key=lambda choice: (choice.offload is Offload.NOTHING, -choice.shards, choice.micro_batch),
-        )
+    def least(self) -> list[Choice]:
+        """Choices of which one takes the least memory: of each form, with one micro-batch and with the smallest ones."""
+        found = []
+        for form in Form:
+            every = [c for c in self.choices() if (c.form, c.reshard) == (form, Reshard.AFTER_FORWARD)]
+            one = [choice for choice in every if choice.accumulation == 1]  # it holds no gradients of earlier ones
+            found += [min(of, key=_needs) for of in (every, one)]
+        return list(dict.fromkeys(found))
 
     def choices(self) -> Iterator[Choice]:
         """Every way to shard and run a model, on whole hosts or equal parts of a host."""
@@ -219,6 +220,11 @@ class Ask:
                         for offload in (Offload.NOTHING, *self.allow):
                             counts = (micro_batch, self.samples // micro_batch)
                             yield Choice(ranks, self.gpus // ranks, reshard, *counts, form, offload)
+
+
+def _needs(choice: Choice) -> tuple[bool, int, int]:
+    """Orders choices that differ in shards, micro-batch and offload by their memory."""
+    return choice.offload is Offload.NOTHING, -choice.shards, choice.micro_batch
 
 
 def _divisors(number: int) -> list[int]:

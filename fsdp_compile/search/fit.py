@@ -52,7 +52,7 @@ class Fit:
     Attributes:
         title: Class of the model.
         ask: What was asked for.
-        found: The configurations that keep the memory, the fastest first, and those that do not.
+        found: The configurations that keep the memory, the fastest first, and the smallest of all.
         advice: If none keeps it, what would make the model fit, the cheapest first.
         program: The model and its inputs.
     """
@@ -79,10 +79,8 @@ class Fit:
         memory = self.ask.memory_bytes
         if self.fits:
             return f"fits: {self.best[0].peak_bytes / 1e9:.3g} of {memory / 1e9:.3g} GB per GPU"
-        short = size(self.found.too_large[0].peak_bytes - memory) if self.found.too_large else "an unknown size"
-        return f"does not fit: short by {short} per GPU" + "; what would make it fit, in order of cost:" * bool(
-            self.advice
-        )
+        short = size(self.found.smallest.peak_bytes - memory)
+        return f"does not fit: short by {short} per GPU; what would make it fit, in order of cost:"
 
     @property
     def code(self) -> str:
@@ -90,13 +88,8 @@ class Fit:
         return _code(self.best[0], self.ask, self.program) if self.fits else ""
 
     def explain(self) -> Plan:
-        """The plan of the first configuration as `explain` makes it, of all blocks of the model.
-
-        Raises:
-            ConfigError: If no configuration fits.
-        """
-        first = self.best[0] if self.fits else self.found.too_large[0]
-        return _explained(first, self.ask, self.program)
+        """The plan of the first configuration, or of the smallest if none fits, as `explain` makes it of all blocks."""
+        return _explained(self.best[0] if self.fits else self.found.smallest, self.ask, self.program)
 
     def save_html(self, path: str | Path) -> Path:
         """Writes the page of `explain` for the first configuration, and returns its path."""
@@ -130,7 +123,7 @@ class Fit:
             "fits": self.fits,
             "asked": ask,
             "best": [each.to_dict() for each in self.best],
-            "too_large": [each.to_dict() for each in self.found.too_large],
+            "smallest": self.found.smallest.to_dict(),
             "advice": advice,
             "priced": self.found.priced,
             "code": self.code,
@@ -146,7 +139,7 @@ class Fit:
             cost = f"{advice.gpu_s_per_token * 1e6:.3g} GPU seconds per million tokens"
             yield f"  {number}. {advice.change}: {size(advice.result.peak_bytes)} per GPU, {cost}"
         yield ""
-        shown = self.best or self.found.too_large[:1]
+        shown = self.best or (self.found.smallest,)
         yield _speed(shown, "the fastest" if self.fits else "the least memory").text()
         yield _memory(shown).text()
         yield from self._sources()

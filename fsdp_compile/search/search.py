@@ -62,13 +62,13 @@ class Found:
 
     Attributes:
         best: That keep the memory, the fastest first.
-        too_large: Those that do not keep it, the one that needs least first.
+        smallest: That takes the least memory.
         priced: How many were priced.
         stack: Like blocks of which few were traced.
     """
 
     best: tuple[Configuration, ...]
-    too_large: tuple[Configuration, ...]
+    smallest: Configuration
     priced: int
     stack: Stack | None
 
@@ -90,6 +90,9 @@ class Search:
         done: list[Configuration] = []
         too_large: list[Configuration] = []
         with planning_world(self.ask.gpus):
+            smallest = self.smallest()
+            if smallest.peak_bytes > self.ask.memory_bytes:
+                return Found((), smallest, len(self.ask.least()), self.stack)
             every = [c for c in self.ask.choices() if self._traced(self.depths[0], 0).divides_over(c.shards)]
             open_ = [choice for choice in every if self._held_at_least(choice) <= self.ask.memory_bytes]
             queue = [(*self._at_best(choice, 0.0), number, choice) for number, choice in enumerate(open_)]
@@ -106,11 +109,12 @@ class Search:
                     continue
                 made = self.configuration(choice)
                 (done if made.peak_bytes <= self.ask.memory_bytes else too_large).append(made)
-            if not done:
-                too_large.append(self.configuration(self.ask.least(every)))
         done.sort(key=lambda c: c.step_us)
-        too_large.sort(key=lambda c: c.peak_bytes)
-        return Found(tuple(done[:SHOWN]), tuple(too_large), len(done) + len(too_large), self.stack)
+        return Found(tuple(done[:SHOWN]), smallest, len(done) + len(too_large), self.stack)
+
+    def smallest(self) -> Configuration:
+        """The configuration that takes the least memory, inside of `planning_world`."""
+        return min(map(self.configuration, self.ask.least()), key=lambda made: made.peak_bytes)
 
     def _configuration(self, choice: Choice) -> Configuration:
         """The estimates for a choice, with as few blocks computed again as the memory takes."""
@@ -175,8 +179,11 @@ class Search:
         """The share of blocks that a micro-batch computes again where each rank holds the least parameters."""
         if choice.form is Form.BLOCKS:
             return 0.0
-        every = [c for c in self.ask.choices() if (c.micro_batch, c.offload) == (choice.micro_batch, choice.offload)]
-        made = self.configuration(self.ask.least(every))
+        shards = max(each.shards for each in self.ask.choices())
+        replicas = self.ask.gpus // shards
+        made = self.configuration(
+            dataclasses.replace(choice, shards=shards, replicas=replicas, reshard=Reshard.AFTER_FORWARD)
+        )
         return made.recomputed / made.blocks if made.blocks else 0.0
 
     def _held_at_least(self, choice: Choice) -> float:

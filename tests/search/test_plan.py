@@ -121,18 +121,16 @@ def test_memory_that_holds_the_activations_of_some_blocks_computes_the_others_ag
 
 
 def test_advice_makes_a_model_fit_that_does_not() -> None:
-    ask = _ask(memory_bytes=1.0, samples=4)
-    with searching.planning_world(RANKS):
-        needed = Search(_program(), ask).configuration(ask.least(ask.choices())).peak_bytes
-    memory_gb = 0.85e-9 * needed
-    fit = _plan(memory_gb)
+    tokens = {"tokens_per_step": RANKS}
+    memory_gb = 0.85e-9 * _plan(1e-6, **tokens).found.smallest.peak_bytes
+    fit = _plan(memory_gb, **tokens)
     assert not fit.fits
     assert fit.verdict.startswith("does not fit: short by ")
     costs = [advice.gpu_s_per_token for advice in fit.advice]
     assert costs == sorted(costs)
     assert len(costs) > 1
     for advice in fit.advice:
-        assert _plan(**{"memory_gb": memory_gb, **advice.arguments}).fits, advice.change
+        assert _plan(**{"memory_gb": memory_gb, **tokens, **advice.arguments}).fits, advice.change
     data = fit.to_dict()
     assert json.loads(json.dumps(data)) == data
 
