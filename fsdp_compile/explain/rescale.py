@@ -193,10 +193,6 @@ class Traced:
             raise ConfigError(_LOW_BITS, where="Plan.formulas()", instead=instead)
         return formulas(plan, self)
 
-    def divides_over(self, ranks: int) -> bool:
-        """Whether every parameter can be shared by so many ranks."""
-        return not any(self._uneven(ranks))
-
     def _refuse(self, ranks: int) -> None:
         """Refuses numbers of ranks for which the plan does not follow from what was traced."""
         if ranks < 1:

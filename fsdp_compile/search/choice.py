@@ -198,7 +198,7 @@ class Ask:
         return OPTIMIZERS[self.optimizer].states
 
     def least(self) -> list[Choice]:
-        """Choices of which one takes the least memory: of each form, with one micro-batch and with the smallest ones."""
+        """Choices of which one takes the least memory: of each form, with one micro-batch and with the smallest."""
         found = []
         for form in Form:
             every = [c for c in self.choices() if (c.form, c.reshard) == (form, Reshard.AFTER_FORWARD)]

@@ -93,8 +93,7 @@ class Search:
             smallest = self.smallest()
             if smallest.peak_bytes > self.ask.memory_bytes:
                 return Found((), smallest, len(self.ask.least()), self.stack)
-            every = [c for c in self.ask.choices() if self._traced(self.depths[0], 0).divides_over(c.shards)]
-            open_ = [choice for choice in every if self._held_at_least(choice) <= self.ask.memory_bytes]
+            open_ = [c for c in self.ask.choices() if self._held_at_least(c) <= self.ask.memory_bytes]
             queue = [(*self._at_best(choice, 0.0), number, choice) for number, choice in enumerate(open_)]
             heapq.heapify(queue)
             while queue:
