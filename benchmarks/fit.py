@@ -125,7 +125,7 @@ def _case(case: Case, rounds: int) -> Iterator[dict[str, Any]]:
 
 def _searched(model: nn.Module, tokens: torch.Tensor, case: Case, there: Hardware, memory_gb: float) -> Fit:
     total = case.ranks * case.samples * tokens.numel()
-    asked = {"gpus": case.ranks, "tokens_per_step": total, "hardware": there, "memory_gb": memory_gb}
+    asked: dict[str, Any] = {"gpus": case.ranks, "tokens_per_step": total, "hardware": there, "memory_gb": memory_gb}
     return plan(model, tokens, options=OPTIONS, **asked)
 
 

@@ -39,7 +39,13 @@ def _ask(memory_bytes: float = 1e9, samples: int = 8) -> Ask:
 
 def _plan(memory_gb: float, **more: Any) -> Fit:
     program = _program()
-    asked = {"gpus": RANKS, "tokens_per_step": 4 * RANKS, "hardware": HOSTS, "memory_gb": memory_gb, **more}
+    asked: dict[str, Any] = {
+        "gpus": RANKS,
+        "tokens_per_step": 4 * RANKS,
+        "hardware": HOSTS,
+        "memory_gb": memory_gb,
+        **more,
+    }
     return fsdp_compile.plan(program.model, *program.args, options=EAGER, **asked)
 
 
@@ -109,7 +115,7 @@ def test_memory_that_holds_the_activations_of_some_blocks_computes_the_others_ag
     with searching.planning_world(RANKS):
         saved = search.configuration(choice)
         search.ask = dataclasses.replace(search.ask, memory_bytes=0.8 * saved.peak_bytes)
-        search.configuration.cache_clear()  # type: ignore[attr-defined]
+        search.configuration.cache_clear()
         made = search.configuration(choice)
     assert saved.recomputed == 0
     assert 0 < made.recomputed < made.blocks
@@ -130,7 +136,8 @@ def test_advice_makes_a_model_fit_that_does_not() -> None:
     assert costs == sorted(costs)
     assert len(costs) > 1
     for advice in fit.advice:
-        assert _plan(**{"memory_gb": memory_gb, **tokens, **advice.arguments}).fits, advice.change
+        followed: dict[str, Any] = {"memory_gb": memory_gb, **tokens, **advice.arguments}
+        assert _plan(**followed).fits, advice.change
     data = fit.to_dict()
     assert json.loads(json.dumps(data)) == data
 
@@ -148,8 +155,9 @@ WRONG = [
 @pytest.mark.parametrize(("asked", "what"), WRONG, ids=[what for _, what in WRONG])
 def test_what_cannot_be_searched_is_an_error(asked: dict[str, Any], what: str) -> None:
     program = _program()
+    given: dict[str, Any] = {"gpus": RANKS, "tokens_per_step": 8, **asked}
     with pytest.raises(ConfigError, match=what):
-        fsdp_compile.plan(program.model, *program.args, **{"gpus": RANKS, "tokens_per_step": 8, **asked})
+        fsdp_compile.plan(program.model, *program.args, **given)
 
 
 COMMAND = "plan tests.models.round_sizes:stack --gpus 2 --tokens-per-step 128 --device cpu --link 1 --memory"
