@@ -96,40 +96,46 @@ def plan(  # noqa: PLR0913
     program = Program(model, args, kwargs, checked)
     search = Search(program, ask)
     found = search.run()
-    advice = () if found.best else tuple(sorted(_advice(program, ask, found), key=lambda each: each.gpu_s_per_token))
+    advice = () if found.best else tuple(sorted(_advice(search, found), key=lambda each: each.gpu_s_per_token))
     return Fit(user_class(model).__name__, ask, found, advice, program)
 
 
-def _advice(program: Program, ask: Ask, found: Found) -> Iterator[Advice]:
+def _advice(search: Search, found: Found) -> Iterator[Advice]:
     """Changes with which some configuration keeps the memory."""
+    ask = search.ask
     if Offload.CPU not in ask.allow:
         allowed = dataclasses.replace(ask, allow=(Offload.CPU,))
-        made = _least(program, allowed)
+        made = _least(search, allowed)
         if made.peak_bytes <= ask.memory_bytes:
             change = "keep shards and optimizer state in host memory"
             yield _of(change, {"allow": [Offload.CPU.value]}, made, allowed)
-    for times in _MORE:
-        tokens = ask.tokens_per_step * (1 if ask.samples % times == 0 else times)
-        more = dataclasses.replace(ask, gpus=ask.gpus * times, tokens_per_step=tokens)
-        made = _least(program, more)
+    # If the most devices are not enough, no number of them is.
+    enough = _least(search, _more(ask, _MORE[-1])).peak_bytes <= ask.memory_bytes
+    for more in (_more(ask, times) for times in _MORE if enough):
+        made = _least(search, more)
         if made.peak_bytes <= ask.memory_bytes:
-            change = f"{more.gpus} GPUs in place of {ask.gpus}, {tokens} tokens per step"
-            yield _of(change, {"gpus": more.gpus, "tokens_per_step": tokens}, made, more)
+            change = f"{more.gpus} GPUs in place of {ask.gpus}, {more.tokens_per_step} tokens per step"
+            yield _of(change, {"gpus": more.gpus, "tokens_per_step": more.tokens_per_step}, made, more)
             break
-    made = found.smallest
-    memory_gb = -(-made.peak_bytes // 1e6) / 1e3
+    memory_gb = -(-found.smallest.peak_bytes // 1e6) / 1e3
     reserved = {"reserve_gb": ask.reserve_bytes / 1e9}
-    yield _of(f"GPUs with {memory_gb:g} GB each", {"memory_gb": memory_gb, **reserved}, made, ask)
+    yield _of(f"GPUs with {memory_gb:g} GB each", {"memory_gb": memory_gb, **reserved}, found.smallest, ask)
+
+
+def _more(ask: Ask, times: int) -> Ask:
+    """The same for so many times as many devices, and for more tokens if those of a step do not divide over them."""
+    tokens = ask.tokens_per_step * (1 if ask.samples % times == 0 else times)
+    return dataclasses.replace(ask, gpus=ask.gpus * times, tokens_per_step=tokens)
 
 
 def _of(change: str, arguments: Mapping[str, Any], made: Configuration, ask: Ask) -> Advice:
     return Advice(change, arguments, made, ask.gpus * made.step_us * 1e-6 / ask.tokens_per_step)
 
 
-def _least(program: Program, ask: Ask) -> Configuration:
+def _least(search: Search, ask: Ask) -> Configuration:
     """The configuration that takes the least memory, in the host's if that is allowed."""
     with planning_world(ask.gpus):
-        return Search(program, ask).smallest()
+        return search.elsewhere(ask).smallest()
 
 
 def _is_cpu(hardware: Hardware) -> bool:

@@ -81,9 +81,17 @@ class Search:
         self.ask = ask
         self.stack = stack_of(program.model)
         self.depths: Sequence[int | None] = (None,) if self.stack is None else DEPTHS
+        self._is_open = ask.samples > 1
         self._traced = functools.cache(self._trace)
         self._computing_us = functools.cache(self._compute)
         self.configuration = functools.cache(self._configuration)
+
+    def elsewhere(self, ask: Ask) -> Search:
+        """The search for another number of devices or other memory, with the graphs that are traced for this one."""
+        made = Search(self.program, ask)
+        if (ask.gpus == 1) == (self.ask.gpus == 1):  # one rank has other graphs than several
+            made._traced, made._is_open = self._traced, self._is_open
+        return made
 
     def run(self) -> Found:
         """Prices choices, those that can be fastest first, until the shown ones are proven."""
@@ -241,7 +249,7 @@ class Search:
 
     def _sizes(self, micro_batch: int) -> dict[str, int]:
         """Of open dimensions; none where a rank has one sample, since graphs with numbers are traced faster."""
-        return {"batch": micro_batch} if self.ask.samples > 1 else {}
+        return {"batch": micro_batch} if self._is_open else {}
 
     def _price(self, choice: Choice, recomputed: int) -> Price:
         made = [self._price_at(depth, choice, recomputed) for depth in self.depths]

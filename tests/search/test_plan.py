@@ -128,7 +128,8 @@ def test_memory_that_holds_the_activations_of_some_blocks_computes_the_others_ag
 
 def test_advice_makes_a_model_fit_that_does_not() -> None:
     tokens = {"tokens_per_step": RANKS}
-    memory_gb = 0.85e-9 * _plan(1e-6, **tokens).found.smallest.peak_bytes
+    with searching.planning_world(RANKS):
+        memory_gb = 0.85e-9 * Search(_program(), _ask(memory_bytes=1.0, samples=1)).smallest().peak_bytes
     fit = _plan(memory_gb, **tokens)
     assert not fit.fits
     assert fit.verdict.startswith("does not fit: short by ")
