@@ -169,6 +169,7 @@ class Pipeline:
             expected = self._expected_after(call, self._forward)
         running, versions = self._ahead.pop(call, ((), ()))
         if list(versions) != _versions(call):
+            _wait(running)
             running = _start(call)
         self._stay(call, expected)
         self._drop_all(keep=(*expected, *self._staying))
@@ -178,7 +179,7 @@ class Pipeline:
             elif other not in self._ahead:
                 self._ahead[other] = _start(other), _versions(other)
         with profiled(Range.ALL_GATHER_COPY_OUT, [call[1][0].title]):
-            return [collectives.wait_tensor(each) for each in running]
+            return _wait(running)
 
     def _stay(self, call: _Call, expected: Sequence[_Call]) -> None:
         """Chooses what stays for backward: the messages of `call`, and of graphs before it where gathers leave room."""
@@ -253,8 +254,7 @@ class Pipeline:
 
     def _drop_all(self, keep: Collection[_Call] = ()) -> None:
         for call in [call for call in self._ahead if call not in keep]:
-            for each in self._ahead.pop(call)[0]:
-                collectives.wait_tensor(each)
+            _wait(self._ahead.pop(call)[0])
 
 
 def gathered(head: Head, groups: Mapping[int, ParamGroup], args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -267,7 +267,7 @@ def gathered(head: Head, groups: Mapping[int, ParamGroup], args: Sequence[torch.
     """
     pipeline = _pipeline(groups, head.flats)
     if pipeline is None:
-        return [collectives.wait_tensor(each) for each in head.start(*(args[at] for at in head.flats))]
+        return _wait(head.start(*(args[at] for at in head.flats)))
     return pipeline.gathered((head, tuple(groups[at] for at in head.flats)))
 
 
@@ -306,6 +306,10 @@ def _start(call: _Call) -> Sequence[torch.Tensor]:
     head, groups = call
     with profiled(Range.ALL_GATHER, [group.title for group in groups]):
         return head.start(*(group.flat for group in groups))
+
+
+def _wait(running: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [collectives.wait_tensor(each) for each in running]
 
 
 def _versions(call: _Call) -> list[int]:

@@ -87,7 +87,7 @@ def test_numbers_of_hybrid_sharding(layout: str) -> None:
 
 def _trains_neighbours() -> None:
     _trains("fp32", (4,), {})
-    pair = by_blocks(pair_of(Deep, reshard_after_forward=2))
+    pair = by_blocks(pair_of(Deep, reshard_after_forward=2), reduce_layout="fsdp2")
     pair.train(steps=3)
 
 
