@@ -181,7 +181,7 @@ def test_the_planned_side_is_the_plan_on_one_clock() -> None:
     assert side.backward_us == pytest.approx(sum(graph.end_us for graph in plan.forward))
     assert side.busy_us[Lane.COMPUTATION] == pytest.approx(plan.compute_us)
     assert side.memory[0] == (0.0, 0)
-    before = [sum(live[0] for live in graph.memory.live_bytes.values()) for graph in plan.forward][0]
+    before = next(sum(live[0] for live in graph.memory.live_bytes.values()) for graph in plan.forward)
     assert side.peak_bytes == plan.peak_bytes - before
 
 

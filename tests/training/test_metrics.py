@@ -20,14 +20,14 @@ from fsdp_compile.training.metrics import (
     append_record,
     drop_records_after,
     held_out_losses,
-    plot_losses,
+    plot_records,
     read_records,
     summary,
 )
 from fsdp_compile.training.trainer import describe_nonfinite
 from tests.ranks import run_ranks
 
-KEYS = ["step", "loss", "held_out_loss", "grad_norm", "lr", "tokens_per_s", "time_s", "skipped_steps"]
+KEYS = ["step", "loss", "held_out_loss", "grad_norm", "lr", "tokens_per_s", "memory_bytes", "time_s", "skipped_steps"]
 RECORDS = [Record(step=step, loss=5.0 - step, held_out_loss=4.0 if step == 2 else None, time_s=1) for step in range(4)]
 
 
@@ -84,8 +84,8 @@ def test_a_damaged_line_is_named(line: str, tmp_path: Path) -> None:
 @pytest.mark.optional
 def test_writes_a_png(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    assert plot_losses(RECORDS, tmp_path / "loss.png")
-    content = (tmp_path / "loss.png").read_bytes()
+    assert plot_records(RECORDS, tmp_path / "metrics.png")
+    content = (tmp_path / "metrics.png").read_bytes()
     assert content.startswith(b"\x89PNG\r\n\x1a\n")
     assert content[-8:-4] == b"IEND"
 
@@ -95,8 +95,8 @@ def test_without_matplotlib_nothing_is_written(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(
         "fsdp_compile.training.metrics.find_spec", lambda name: None if name == "matplotlib" else find_spec(name)
     )
-    assert not plot_losses(RECORDS, tmp_path / "loss.png")
-    assert not (tmp_path / "loss.png").exists()
+    assert not plot_records(RECORDS, tmp_path / "metrics.png")
+    assert not (tmp_path / "metrics.png").exists()
 
 
 INF = float("inf")

@@ -71,7 +71,7 @@ def test_the_first_rank_shows_the_run_and_the_others_nothing(tmp_path: Path) -> 
     assert nothing == ""
     lines = shown.splitlines()
     assert lines[0] == f"2 ranks on cpu, run folder {tmp_path / 'run'}"
-    assert lines[-2] == f"loss curve: {tmp_path / 'run' / 'loss.png'}"
+    assert lines[-2] == f"curves: {tmp_path / 'run' / 'metrics.png'}"
     assert lines[-1].startswith("held-out loss 5.")
     (_, before), (_, after) = held_out_losses(read_records(tmp_path / "run" / "metrics.jsonl"))
     assert after < before
@@ -79,9 +79,9 @@ def test_the_first_rank_shows_the_run_and_the_others_nothing(tmp_path: Path) -> 
 
 def test_without_matplotlib_a_line_says_how_to_get_the_curve(tmp_path: Path) -> None:
     (shown,) = run_ranks(_train, tmp_path, {"sample_bytes": 0}, matplotlib=False, world_size=1)
-    assert "no loss curve without matplotlib: pip install 'fsdp-compile[plot]'\n" in shown
+    assert "no curves without matplotlib: pip install 'fsdp-compile[plot]'\n" in shown
     assert "sample" not in shown
-    assert not (tmp_path / "run" / "loss.png").exists()
+    assert not (tmp_path / "run" / "metrics.png").exists()
     assert not (tmp_path / "run" / "sample.txt").exists()
 
 
