@@ -117,12 +117,12 @@ def _with(field: str) -> Callable[[Document], list[Row]]:
 
 
 def _colour(contender: str) -> str:
-    """One colour for FSDP2, one for this package, one for everything else; each lighter with compiled blocks, say."""
+    """A colour for FSDP2, one for this package, lighter ones for their variants, and greys for everything else."""
     shades = {"fsdp2": ("#c2571a", "#e5a47e"), "fsdp_compile": ("#2b7bba", "#8fc1e6")}
     for name, (dark, light) in shades.items():
         if contender.startswith(name):
             return dark if contender == name else light
-    return "#b8bfc9"
+    return {"unsharded": "#e2e5ea", "ddp": "#c3c9d2", "fsdp1": "#98a2b3"}.get(contender, "#667085")
 
 
 def _draw_bars(field: str, scale: float, label: str) -> Callable[[Any, Sequence[Row]], None]:

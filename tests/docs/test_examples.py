@@ -29,6 +29,7 @@ RANKS = {
     "read_graphs": 2,
     "tensor_parallel": 4,
     "muon": 2,
+    "profile_step": 2,
     "resume": 4,
 }
 """Scripts that ranks of the pool run, and on how many."""
@@ -106,6 +107,12 @@ def test_the_all_gather_of_layer_1_is_found(tmp_path: Path) -> None:
     assert "wait_tensor" in wait
 
 
+def test_a_step_is_drawn_beside_its_plan(tmp_path: Path) -> None:
+    printed = _run((EXAMPLES / "profile_step.py").read_text(encoding="utf-8"), tmp_path, 2)
+    assert "exposed communication" in printed
+    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_a_run_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
     code = (EXAMPLES / "resume.py").read_text(encoding="utf-8")
     first, second = (_run(code, tmp_path, ranks) for ranks in (4, 2))
@@ -146,4 +153,4 @@ def test_an_example_runs_as_it_is(name: str, tmp_path: Path) -> None:
     if package := IN_PROCESSES_OF_THEIR_OWN.get(name):
         pytest.importorskip(package)
     printed = _torchrun(EXAMPLES / f"{name}.py", tmp_path, RANKS.get(name, 2))
-    assert {"read_graphs": "role=gather", "parity": "equal"}.get(name, "loss") in printed
+    assert {"read_graphs": "role=gather", "parity": "equal", "profile_step": "measured"}.get(name, "loss") in printed
