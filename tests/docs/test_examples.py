@@ -29,6 +29,8 @@ RANKS = {
     "read_graphs": 2,
     "tensor_parallel": 4,
     "muon": 2,
+    "fp16_tools": 2,
+    "fsdp1_state": 2,
     "profile_step": 2,
     "resume": 4,
 }
@@ -41,6 +43,7 @@ IN_PROCESSES_OF_THEIR_OWN = {
     "lora": "peft",
 }
 """The others, and the package that each needs."""
+TRAIN = ("own_model", "hsdp_bf16", "meta_safetensors", "tensor_parallel", "muon", "fp16_tools", "fsdp1_state")
 LOSSES = re.compile(r"loss ([\d.]+) -> ([\d.]+)")
 
 
@@ -96,7 +99,7 @@ def test_every_example_is_run_and_listed() -> None:
     assert all(len(path.read_text(encoding="utf-8").splitlines()) <= 67 for path in EXAMPLES.glob("*.py"))
 
 
-@pytest.mark.parametrize("name", ["own_model", "hsdp_bf16", "meta_safetensors", "tensor_parallel", "muon"])
+@pytest.mark.parametrize("name", TRAIN)
 def test_an_example_trains(name: str, tmp_path: Path) -> None:
     assert _falls(_run((EXAMPLES / f"{name}.py").read_text(encoding="utf-8"), tmp_path, RANKS[name]))
 
