@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,6 @@ from fsdp_compile.explain.lanes import Lane, Side, clipped, gaps, joined, length
 from fsdp_compile.explain.measured_lanes import STEP, measured_side
 from fsdp_compile.explain.step_profile import StepProfile
 from tests.ranks import run_ranks
-
-NOTHING = dict.fromkeys(Lane, ())
 
 
 def _event(name: str, begin: float, end: float, cat: str = "cpu_op", tid: int = 1, **args: Any) -> dict[str, Any]:
@@ -209,4 +206,3 @@ def _blocks(folder: str) -> None:
     found = fsdp_compile.profile_step(compiled, step, plan=plan)
     assert found.planned == planned_side(plan)
     assert found.measured.lanes[Lane.REDUCTIONS]
-    assert dataclasses.is_dataclass(found)
