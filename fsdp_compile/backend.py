@@ -79,7 +79,7 @@ def _compile(
     """Compiles a Dynamo graph whose reads are taken out."""
     flats = flat_inputs(inputs)
     returned, whole = returned_reads(gm), is_whole_model(inputs)
-    ran = register_region([group for value in inputs if (group := ParamGroup.of(value)) is not None], options.lower)
+    ran = register_region([group for value in inputs if (group := ParamGroup.of(value)) is not None], options)
     of_plans = Settings.of(options, flats.values())
     tell = functools.partial(refuse, list(flats.values()))
     try:
