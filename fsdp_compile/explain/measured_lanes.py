@@ -37,8 +37,10 @@ def measured_side(events: Sequence[Event]) -> Side:
     begins, ends = min((event["ts"] for event in backward), default=end), max(map(_end, backward), default=end)
     lanes: dict[Lane, list[Stretch]] = {lane: [] for lane in Lane}
     if kernels:
-        launched = {_correlation(event): event["ts"] for event in timed if event.get("cat") in _BY_LAUNCH}
-        by_launch = {id(kernel): launched.get(_correlation(kernel), kernel["ts"]) for kernel in kernels}
+        launched: dict[Any, float] = {_correlation(each): each["ts"] for each in timed if each.get("cat") in _BY_LAUNCH}
+        by_launch: dict[int, float] = {}
+        for kernel in kernels:
+            by_launch[id(kernel)] = launched.get(_correlation(kernel)) or kernel["ts"]
         # Kernels run later than the host launches them.
         of_backward = [kernel for kernel in kernels if begins <= by_launch[id(kernel)] <= ends]
         before_end = [kernel for kernel in kernels if by_launch[id(kernel)] <= ends]
@@ -86,7 +88,8 @@ def _memory(events: Sequence[Event], start: float, end: float, *, on_device: boo
 
 
 def _end(event: Event) -> float:
-    return event["ts"] + event["dur"]  # type: ignore[no-any-return]
+    end: float = event["ts"] + event["dur"]
+    return end
 
 
 def _correlation(event: Event) -> Any:

@@ -81,13 +81,13 @@ class StepProfile:
         return to_plain(self)
 
 
-def profile_step(model: nn.Module, step: Callable[[], object], *, plan: Plan | None = None) -> StepProfile:
+def profile_step(model: Any, step: Callable[[], object], *, plan: Plan | None = None) -> StepProfile:
     """Runs one step under torch's profiler, and compares it with its plan.
 
     A step has collectives, so every rank calls this; each gets its own measurement. The profiler makes a step slower.
 
     Args:
-        model: A compiled model that has run two steps or more: nothing is compiled while the profiler runs.
+        model: A compiled `nn.Module` that has run two steps or more: nothing is compiled while the profiler runs.
         step: Runs one forward and backward, and whatever else you want to see, such as the optimizer.
         plan: By default that of the graphs that ran, for the hardware that they were planned for. For a model that is
             compiled block by block, `explain(plain_model, ..., options={"regions": "blocks"})`.

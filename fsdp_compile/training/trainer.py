@@ -274,7 +274,7 @@ def _peak_bytes(device: torch.device) -> int:
     """The most that this rank has had so far: of memory that torch allocates on a device, or resident on a CPU."""
     if device.type == "cpu":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return torch.get_device_module(device.type).max_memory_allocated(device)  # type: ignore[no-any-return]
+    return torch.get_device_module(device.type).max_memory_allocated(device)
 
 
 def _number(value: float) -> float | None:

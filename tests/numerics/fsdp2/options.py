@@ -210,7 +210,7 @@ def _train(row: Row) -> str:
     value = {axis: {**AXES.get(axis, {}), **FOUR_RANKS.get(axis, {})}[name] for axis, name in row.items()}
     make, shard = value["layout"]
     make = value.get("blocks", make)
-    settings = {name: value.get(name) for name in (*SETTINGS, *PLACEMENTS)}
+    settings: dict[str, Any] = {name: value.get(name) for name in (*SETTINGS, *PLACEMENTS)}
     settings = {name: given for name, given in settings.items() if given not in (None, False)}
     if "mesh" in value:
         settings["mesh"] = init_device_mesh(
