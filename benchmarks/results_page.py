@@ -116,10 +116,24 @@ def _with(field: str) -> Callable[[Document], list[Row]]:
     return lambda document: [row for row in document["results"] if field in row]
 
 
-def _draw_bars(field: str, label: str) -> Callable[[Any, Sequence[Row]], None]:
+def _colour(contender: str) -> str:
+    """A colour for FSDP2, one for this package, lighter ones for their variants, and greys for everything else."""
+    shades = {"fsdp2": ("#c2571a", "#e5a47e"), "fsdp_compile": ("#2b7bba", "#8fc1e6")}
+    for name, (dark, light) in shades.items():
+        if contender.startswith(name):
+            return dark if contender == name else light
+    return {"unsharded": "#e2e5ea", "ddp": "#c3c9d2", "fsdp1": "#98a2b3"}.get(contender, "#667085")
+
+
+def _draw_bars(field: str, scale: float, label: str) -> Callable[[Any, Sequence[Row]], None]:
+    """One bar for each contender, with its number; `scale` takes the field to the unit of the label."""
+
     def draw(axes: Any, rows: Sequence[Row]) -> None:
         shown = [row for row in rows if row.get(field) is not None]
-        axes.barh([_name(row) for row in shown], [row[field] for row in shown])
+        colours = [_colour(row["contender"]) for row in shown]
+        bars = axes.barh([_name(row) for row in shown], [row[field] * scale for row in shown], color=colours)
+        axes.bar_label(bars, fmt="%.3g", padding=3, fontsize=8)
+        axes.margins(x=0.1)
         axes.invert_yaxis()
         axes.set_xlabel(label)
 
@@ -132,30 +146,33 @@ def _name(row: Row) -> str:
 
 
 def _draw_steps(axes: Any, rows: Sequence[Row]) -> None:
-    """Shares of the lower bound as bars, and of busy lanes as a line across each."""
-    names = list(dict.fromkeys(row["contender"] for row in rows if "share_of_bound" in row))
+    """Steps as bars, and the lower bound of each as a line across it."""
+    names = list(dict.fromkeys(row["contender"] for row in rows if "median_s" in row))
     ratios = list(dict.fromkeys(row["communication_over_compute"] for row in rows))
     width = 0.8 / len(names)
     for place, name in enumerate(names):
-        named = [row for row in rows if row["contender"] == name and "share_of_bound" in row]
-        mine = {r["communication_over_compute"]: 100 * r["share_of_bound"] for r in named}
-        busy = {r["communication_over_compute"]: 100 * r["share_of_busy"] for r in named}
-        at = [index + (place - (len(names) - 1) / 2) * width for index in range(len(ratios))]
-        axes.bar(at, [mine.get(ratio, 0.0) for ratio in ratios], width, label=name)
-        axes.plot(at, [busy.get(ratio) for ratio in ratios], linestyle="", marker="_", color="black", markersize=7)
+        named = {r["communication_over_compute"]: r for r in rows if r["contender"] == name and "median_s" in r}
+        for index, ratio in enumerate(ratio for ratio in ratios if ratio in named):
+            at, row = index + (place - (len(names) - 1) / 2) * width, named[ratio]
+            label = name if index == 0 else None
+            axes.bar(at, 1e3 * row["median_s"], width, label=label, color=_colour(name), edgecolor="white")
+            axes.plot(at, 1e3 * row["bound_s"], linestyle="", marker="_", color="black", markersize=7)
     axes.set_xticks(range(len(ratios)), [f"{ratio:g}" for ratio in ratios])
     axes.set_xlabel("communication / compute")
-    axes.set_ylabel("bars: share of the lower bound\nticks: of compute and bytes sent (%)")
-    axes.axhline(100, color="black", linewidth=0.8, linestyle="--")
+    axes.set_ylabel("step (ms); ticks: lower bound")
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
-def _draw_line(x: str, y: str, labels: tuple[str, str], scale: str) -> Callable[[Any, Sequence[Row]], None]:
-    def draw(axes: Any, rows: Sequence[Row]) -> None:
-        axes.plot([row[x] for row in rows], [row[y] for row in rows], marker="o")
-        axes.set(xscale=scale, xlabel=labels[0], ylabel=labels[1], ylim=(0, None))
-
-    return draw
+def _draw_scaling(axes: Any, rows: Sequence[Row]) -> None:
+    """Steps over ranks, and the larger of compute and link in each."""
+    ranks = [row["ranks"] for row in rows]
+    axes.plot(ranks, [1e3 * row["step_s"] for row in rows], marker="o", label="step")
+    busy = [1e3 * row["step_s"] * row["share_of_busy"] for row in rows]
+    axes.plot(ranks, busy, linestyle="--", label="larger of compute and link")
+    axes.set(xscale="log", xlabel="ranks", ylabel="step (ms)", ylim=(0, None))
+    axes.set_xticks(ranks, map(_ranks, ranks))
+    axes.minorticks_off()
+    axes.legend()
 
 
 _CONTENDER: dict[str, tuple[str, Write]] = {"contender": ("contender", lambda name: f"`{name}`")}
@@ -218,7 +235,7 @@ SECTIONS = (
             "predicted_bytes": ("predicted", mib),
             "prediction_error": ("error", percent),
         },
-        draw=_draw_bars("peak_bytes", "peak (byte)"),
+        draw=_draw_bars("peak_bytes", 1e-6, "peak (MB)"),
     ),
     Section(
         "activations",
@@ -289,7 +306,7 @@ SECTIONS = (
             "optimizer_s": ("AdamW", ms),
             "optimizer_ratio": ("/ plain tensors", _times),
         },
-        draw=_draw_bars("step_ratio", "forward and backward / plain torch.compile"),
+        draw=_draw_bars("step_s", 1e3, "forward and backward (ms)"),
     ),
     Section(
         "scaling",
@@ -303,7 +320,7 @@ SECTIONS = (
             "replanned_s": ("planned again in", _seconds),
         },
         _with("ranks"),
-        _draw_line("ranks", "step_s", ("ranks", "step (s)"), "log"),
+        _draw_scaling,
     ),
     Section(
         "slow_network",

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from fsdp_compile.explain.api import explain
+    from fsdp_compile.explain.step_profile import profile_step
     from fsdp_compile.fsdp2.accumulation import no_sync
     from fsdp_compile.fsdp2.comm_hook import register_comm_hook
     from fsdp_compile.fsdp2.take_over import units
@@ -81,6 +82,7 @@ __all__ = [
     "optim_state_dict",
     "optim_state_dict_to_load",
     "plan",
+    "profile_step",
     "register_comm_hook",
     "rekey_optim_state_dict",
     "scatter_full_optim_state_dict",
@@ -121,6 +123,7 @@ _HOMES: Final = {
     "optim_state_dict": "fsdp_compile.state.optim_state",
     "optim_state_dict_to_load": "fsdp_compile.state.optim_state",
     "plan": "fsdp_compile.search.api",
+    "profile_step": "fsdp_compile.explain.step_profile",
     "register_comm_hook": "fsdp_compile.fsdp2.comm_hook",
     "rekey_optim_state_dict": "fsdp_compile.state.fsdp1_optim_state",
     "scatter_full_optim_state_dict": "fsdp_compile.state.fsdp1_optim_state",

@@ -34,7 +34,7 @@ from fsdp_compile.lower.compiled_regions import register_region
 from fsdp_compile.lower.compiled_step import entered
 from fsdp_compile.lower.eager import compile_eagerly
 from fsdp_compile.lower.inductor import FREE_AT_LAST_USE, compile_with_inductor
-from fsdp_compile.lower.region import Region, nothing_ahead
+from fsdp_compile.lower.region import Region
 from fsdp_compile.lower.shared_plan import Lines, Settings, inserted_in, refuse, settle
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.pipeline import graphs_ahead, keep, transform
@@ -79,7 +79,7 @@ def _compile(
     """Compiles a Dynamo graph whose reads are taken out."""
     flats = flat_inputs(inputs)
     returned, whole = returned_reads(gm), is_whole_model(inputs)
-    ran = register_region([group for value in inputs if (group := ParamGroup.of(value)) is not None], options.lower)
+    ran = register_region([group for value in inputs if (group := ParamGroup.of(value)) is not None], options)
     of_plans = Settings.of(options, flats.values())
     tell = functools.partial(refuse, list(flats.values()))
     try:
@@ -96,7 +96,7 @@ def _compile(
     def run_passes(step: StepGraph, lines: Lines | None = None) -> StepGraph:
         return transform(step, options, note_inserted, lines, whole=whole)
 
-    # A CUDA graph cannot return a collective that runs.
+    # A CUDA graph cannot return a collective that runs, and memory is poisoned where a graph has read it last.
     records = {**settings, **options.inductor}.get("triton.cudagraphs", inductor_config.triton.cudagraphs)
     region = Region(
         flats,
@@ -104,7 +104,7 @@ def _compile(
         functools.partial(keep, options=options, whole=whole),
         ran.number,
         options.may_recompute,
-        nothing_ahead if whole or records else functools.partial(graphs_ahead, options),
+        None if whole or records or options.poison else functools.partial(graphs_ahead, options),
         functools.partial(settle, settings=of_plans),
         of_plans.can_follow,
         ran.add,

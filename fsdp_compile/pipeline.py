@@ -79,8 +79,6 @@ def passes(options: FSDPOptions, *, whole: bool = True) -> tuple[GraphPass[Any],
 
 def graphs_ahead(options: FSDPOptions, phase: Phase) -> int | None:
     """How many graphs of a model in several gather ahead of the one that runs; `None` for what fits."""
-    if options.poison:  # which fills messages where a graph has read them last
-        return 0
     if isinstance(options.prefetch, FSDPPrefetch):
         rule = options.prefetch.in_forward if phase is Phase.FORWARD else options.prefetch.in_backward
         return {Ahead.BEFORE_COMPUTE: 1, Ahead.AT_ONCE: sys.maxsize}.get(rule, 0)

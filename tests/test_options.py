@@ -93,7 +93,11 @@ def test_a_bad_value_is_refused_with_what_is_allowed(name: str, value: Any, allo
 
 @pytest.mark.parametrize(
     ("name", "replacement"),
-    [("refine_after", "fsdp-compile calibrate"), ("unshard_after_step", "unshard(async_op=True)")],
+    [
+        ("refine_after", "fsdp-compile calibrate"),
+        ("unshard_after_step", "unshard(async_op=True)"),
+        ("share_code", "regions='blocks'"),
+    ],
 )
 def test_a_removed_option_is_refused_with_what_takes_its_place(name: str, replacement: str) -> None:
     with pytest.raises(ConfigError, match="was removed") as caught:

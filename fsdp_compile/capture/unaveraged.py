@@ -141,7 +141,8 @@ def _refuse_wrapper(wrapper: nn.Module, where: str) -> ConfigError:
         f"{name} averages gradients by itself, and so does backend='fsdp'",
         where=where,
         instead=f"the model without {name}: `model = wrapped.module` (of FSDP1, a new one, docs/migrate.md), then "
-        "torch.compile(model, backend='fsdp')",
+        "torch.compile(model, backend='fsdp'); a framework that wraps models (the Trainer, accelerate, Fabric) is told "
+        "not to as docs/frameworks.md shows",
     )
 
 

@@ -18,7 +18,7 @@ import sys
 import time
 import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -210,7 +210,7 @@ def _explain(error: RuntimeError, doing: str) -> RankFailedError:
     where = f"rank {dist.get_rank()}, {doing}"
     said = str(error).strip().splitlines()[0]
     try:
-        told, absent = _ask(where)
+        told, absent, doings = _ask(where, doing)
     except RuntimeError as lost:
         return RankFailedError(
             f"the store through which ranks meet does not answer ({lost}), after a collective failed: {said}",
@@ -229,18 +229,27 @@ def _explain(error: RuntimeError, doing: str) -> RankFailedError:
             instead="see what became of that rank; the timeout of init_process_group() says how long others wait",
         )
     return RankFailedError(
-        f"a collective failed, and all ranks still answer: {said}",
+        f"a collective failed, and all ranks still answer: {said}{_compared(doings)}",
         where=where,
         instead="see whether each rank runs the same modules in the same order (forwards, full_params and checkpoints "
         "are for all ranks, not inside of `if rank == 0:`), and whether the network lost a link",
     )
 
 
-def _ask(where: str) -> tuple[RankFailedError | None, list[int]]:
-    """What a rank has told, or the ranks that do not answer."""
+def _compared(doings: Sequence[str]) -> str:
+    """What each rank was doing, by rank, if that differs."""
+    ranks: dict[str, list[str]] = {}
+    for rank, doing in enumerate(doings):
+        ranks.setdefault(doing, []).append(str(rank))
+    lines = [f"\nrank {', '.join(its[:8])}{', ...' if its[8:] else ''}: {doing}" for doing, its in ranks.items()]
+    return "".join(lines) if len(lines) > 1 else ""
+
+
+def _ask(where: str, doing: str) -> tuple[RankFailedError | None, list[int], list[str]]:
+    """What a rank has told, or the ranks that do not answer, or what each rank is doing."""
     store, ranks = AnsweringStore(default_store(), _ANSWER_S), dist.get_world_size()
     keys = {f"{_ANSWERS}/{each}": each for each in range(ranks)}
-    store.set(f"{_ANSWERS}/{dist.get_rank()}", "")
+    store.set(f"{_ANSWERS}/{dist.get_rank()}", doing)
     deadline_s = time.monotonic() + _ANSWER_S
     answered, told, pause_s = False, None, pauses(ranks)
     while not answered and told is None and time.monotonic() < deadline_s:
@@ -250,4 +259,8 @@ def _ask(where: str) -> tuple[RankFailedError | None, list[int]]:
     if answered and told is None:
         time.sleep(_PAUSE_S)
         told = failed_elsewhere(store, where)
-    return told, [] if answered or told is not None else [keys[key] for key in store.missing(list(keys))]
+    if told is not None:
+        return told, [], []
+    if not answered:
+        return None, [keys[key] for key in store.missing(list(keys))], []
+    return None, [], [store.get(key).decode() for key in keys]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdp_compile.errors import ConfigError
+from fsdp_compile.explain.figures import new_figure
 
 if TYPE_CHECKING:
     from fsdp_compile.explain.plan import Plan
@@ -50,16 +49,7 @@ class Scaling:
         return self._draw(Path(path), "svg")
 
     def _draw(self, path: Path, kind: str) -> Path:
-        if find_spec("matplotlib") is None:
-            raise ConfigError(
-                "a picture takes matplotlib, which is not installed",
-                where=f"Scaling.save_{kind}({str(path)!r})",
-                instead="pip install 'fsdp-compile[plot]', or Scaling.rows, the numbers",
-            )
-        # The object interface draws without a display and without global state.
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(10, 4), layout="constrained")
+        figure = new_figure(f"Scaling.save_{kind}({str(path)!r})", (10, 4))
         figure.suptitle(f"{self.rows[0].title}, {self.rows[0].hardware.links}: estimates")
         ranks = [plan.world_size for plan in self.rows]
         times = figure.add_subplot(1, 2, 1, xlabel="ranks", ylabel="time of a step (ms)", xscale="log", yscale="log")

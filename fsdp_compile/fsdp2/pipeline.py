@@ -6,7 +6,8 @@
     running     gather 2               gather 1, reduce 3     reduce 2
 
 A graph that is about to run waits for its messages, and starts the gathers of the graphs that came after it in the step
-before: as many as fit into the memory of the largest one, and at least one. Where another graph comes, its messages are
+before: as many as fit into the memory of the largest one, and at least one. Where its unit has a list of what to
+prefetch, it starts those instead, and they stay until they are used. Where another graph comes, its messages are
 gathered when it is called, as in the first step. Gathers run ahead only within one forward of the root, or within one
 backward, since parameters may change in between.
 
@@ -42,7 +43,7 @@ class Head:
         start: Takes flat tensors, returns running all-gathers.
         flats: Positions of these flat tensors among the inputs of the graph.
         nbytes: Of the gathered messages, which the graph takes after its own inputs.
-        ahead: How many graphs ahead of it may gather; `None` for what fits into the memory of the largest.
+        ahead: How many graphs that follow may gather ahead; `None` for what fits into the memory of the largest.
         may_stay: Whether the messages may stay in memory for a backward, which may find them by an equal head.
     """
 
@@ -108,6 +109,8 @@ class _Order:
         self._expected: list[_Call] = []
         self._seen: list[_Call] = []
         self._place = 0
+        self._named: list[_Call] = []
+        """Of the next ones, those that lists of the calls so far name."""
 
     def follow(self, call: _Call) -> bool:
         """Notes a call; returns whether it is the one that was expected."""
@@ -124,10 +127,16 @@ class _Order:
         """The calls that are expected from here on."""
         return self._expected[self._place :]
 
+    def named(self, titles: Collection[str]) -> Sequence[_Call]:
+        """The calls that read some units, and those that were named before."""
+        once = dict.fromkeys(self.next)
+        self._named = [c for c in once if c in self._named or any(group.unit.title in titles for group in c[1])]
+        return self._named
+
     def end(self) -> None:
         """Expects the calls that were seen the next time: also after an error, which the other ranks may not have."""
         self._expected = self._seen or self._expected
-        self._seen, self._place = [], 0
+        self._seen, self._named, self._place = [], [], 0
 
 
 class Pipeline:
@@ -169,6 +178,7 @@ class Pipeline:
             expected = self._expected_after(call, self._forward)
         running, versions = self._ahead.pop(call, ((), ()))
         if list(versions) != _versions(call):
+            _wait(running)
             running = _start(call)
         self._stay(call, expected)
         self._drop_all(keep=(*expected, *self._staying))
@@ -178,7 +188,7 @@ class Pipeline:
             elif other not in self._ahead:
                 self._ahead[other] = _start(other), _versions(other)
         with profiled(Range.ALL_GATHER_COPY_OUT, [call[1][0].title]):
-            return [collectives.wait_tensor(each) for each in running]
+            return _wait(running)
 
     def _stay(self, call: _Call, expected: Sequence[_Call]) -> None:
         """Chooses what stays for backward: the messages of `call`, and of graphs before it where gathers leave room."""
@@ -196,15 +206,16 @@ class Pipeline:
         if not order.follow(call) and not self._has_told:
             self._has_told = True
             _LOGGER.info("unit %s: another graph than in the step before gathers when it is called", call[1][0].title)
+        titles = {title for group in call[1] for title in group.unit.prefetched[order is self._backward]}
         found, nbytes = list[_Call](), 0
-        for other in order.next:
+        for other in () if titles else order.next:
             if other != call and other not in found:
                 nbytes += other[0].nbytes
                 count = sum(each != call for each in found) + 1
-                if count > 1 and (nbytes > self._largest if call[0].ahead is None else count > call[0].ahead):
+                if (count > 1 and nbytes > self._largest) if call[0].ahead is None else count > call[0].ahead:
                     break
             found.append(other)
-        return found
+        return [*found, *(other for other in order.named(titles) if other not in found)]
 
     def reduced(self, groups: Sequence[ParamGroup], reduction: Reduction) -> list[torch.Tensor]:
         """What goes through autograd for gradients whose reductions run; those of earlier graphs get on."""
@@ -253,8 +264,7 @@ class Pipeline:
 
     def _drop_all(self, keep: Collection[_Call] = ()) -> None:
         for call in [call for call in self._ahead if call not in keep]:
-            for each in self._ahead.pop(call)[0]:
-                collectives.wait_tensor(each)
+            _wait(self._ahead.pop(call)[0])
 
 
 def gathered(head: Head, groups: Mapping[int, ParamGroup], args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -267,7 +277,7 @@ def gathered(head: Head, groups: Mapping[int, ParamGroup], args: Sequence[torch.
     """
     pipeline = _pipeline(groups, head.flats)
     if pipeline is None:
-        return [collectives.wait_tensor(each) for each in head.start(*(args[at] for at in head.flats))]
+        return _wait(head.start(*(args[at] for at in head.flats)))
     return pipeline.gathered((head, tuple(groups[at] for at in head.flats)))
 
 
@@ -306,6 +316,10 @@ def _start(call: _Call) -> Sequence[torch.Tensor]:
     head, groups = call
     with profiled(Range.ALL_GATHER, [group.title for group in groups]):
         return head.start(*(group.flat for group in groups))
+
+
+def _wait(running: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [collectives.wait_tensor(each) for each in running]
 
 
 def _versions(call: _Call) -> list[int]:

@@ -305,6 +305,7 @@ def _begin(unit: Unit, module: nn.Module, args: Any, kwargs: Any, dtype: torch.d
             unit.defer(call_of(module))
             return cast((args, kwargs), dtype)
     if unit.gatherer is not Gatherer.HOOKS:
+        unit.is_in_part = False  # but for a forward with given values, which says nothing of those without
         unit.begin_hooks()
     return unit.pre_forward(module, args, kwargs)
 

@@ -268,7 +268,6 @@ class Unit:
 
     def begin_hooks(self) -> None:
         """Makes FSDP2's hooks gather the unit from here on."""
-        self.is_in_part = False
         self._set_call(None)
         self.follow(by_hooks=True)
         for group in self.groups:

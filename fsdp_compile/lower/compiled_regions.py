@@ -10,9 +10,11 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.fsdp2.param_group import ParamGroup
 from fsdp_compile.fsdp2.unit import Unit
 from fsdp_compile.ir.graph import StepGraph
+from fsdp_compile.options import FSDPOptions
 
 
 @dataclasses.dataclass(eq=False)
@@ -20,11 +22,14 @@ class CompiledRegion:
     """One compiled region; `number` counts the regions of a model in the order of their compiles.
 
     Attributes:
+        lower: As in `FSDPOptions.lower`.
+        hardware: What it was planned for, if that was given.
         steps: The transformed graphs, forward first.
     """
 
     number: int
     lower: str
+    hardware: Hardware | None
     steps: list[StepGraph] = dataclasses.field(default_factory=list)
 
     def add(self, graph: StepGraph) -> None:
@@ -32,15 +37,15 @@ class CompiledRegion:
         self.steps.append(graph.copy())
 
 
-def register_region(groups: Sequence[ParamGroup], lower: str) -> CompiledRegion:
+def register_region(groups: Sequence[ParamGroup], options: FSDPOptions) -> CompiledRegion:
     """Makes a region for the graphs of a compile; of several compiles of one region the last is kept.
 
-    The units of the parameter groups that it reads store it; `lower` is as in `FSDPOptions.lower`.
+    The units of the parameter groups that it reads store it.
     """
     units: list[Unit] = list(dict.fromkeys(group.unit for group in groups))
     of_models = {unit for model in {unit.model for unit in units} for unit in model.units}
     earlier = [region.number for unit in of_models for region in unit.compiled_regions.values()]
-    region = CompiledRegion(max(earlier, default=-1) + 1, lower)
+    region = CompiledRegion(max(earlier, default=-1) + 1, options.lower, options.planned_for)
     key = tuple(map(id, groups))
     for unit in units:
         if torch.is_grad_enabled() or key not in unit.compiled_regions:  # evaluation does not replace training

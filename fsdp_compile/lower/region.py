@@ -36,11 +36,6 @@ def nothing(*_: object) -> None:
     """What callbacks do by default: nothing is kept unsharded, compared, shown or refused."""
 
 
-def nothing_ahead(_: Phase) -> int:
-    """Of a graph that is all of its model."""
-    return 0
-
-
 @dataclasses.dataclass
 class Region:
     """State of one compile.
@@ -56,7 +51,8 @@ class Region:
         keep: Chooses what stays unsharded from forward to backward where that was left open.
         number: Of the region among those of its model, for what is said while it compiles.
         may_recompute: Whether blocks are recomputed in backward where a budget does not hold their activations.
-        graphs_ahead: How many graphs of the model may gather while one of these runs; `None` for what fits.
+        graphs_ahead: How many graphs of the model may gather while one of these runs: a number, or its `None` for what
+            fits. Without it, as for a whole model, all collectives stay in their graph.
         steps: The transformed graphs, forward first; empty until AOTAutograd has traced.
         recomputed: How many blocks they compute again.
         again: Parameter groups that are updated in backward, and that both graphs read.
@@ -70,7 +66,7 @@ class Region:
     keep: Keep = nothing
     number: int = 0
     may_recompute: bool = False
-    graphs_ahead: Callable[[Phase], int | None] = nothing_ahead
+    graphs_ahead: Callable[[Phase], int | None] | None = None
     settle: Callable[[Graphs, Follow], None] = nothing
     may_follow: bool = False
     show: Callable[[StepGraph], None] = nothing
@@ -190,10 +186,13 @@ class Region:
         if phase is Phase.BACKWARD:
             release_gradients(step)
         erase_markers(gm.graph)  # from then on it can be lowered
-        ahead = self.graphs_ahead(phase)
-        trains = phase is Phase.FORWARD and len(self.steps) == 2
-        head, messages = take_head(step, ahead, has_backward=trains) if ahead != 0 else (None, [])
-        tail = take_tail(step) if ahead != 0 and phase is Phase.BACKWARD else None
+        head = tail = None
+        messages: list[Any] = []
+        if self.graphs_ahead is not None:
+            ahead = self.graphs_ahead(phase)
+            trains = phase is Phase.FORWARD and len(self.steps) == 2
+            head, messages = take_head(step, ahead, has_backward=trains)
+            tail = take_tail(step) if ahead != 0 and phase is Phase.BACKWARD else None
         around = CompiledStep.of(step, self.again, self.sources if phase is Phase.BACKWARD else None)
         around = dataclasses.replace(around, head=head, tail=tail)
         with stage(self._said("lowering", phase, len(self.steps))):

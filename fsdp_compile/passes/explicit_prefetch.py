@@ -43,7 +43,9 @@ class ExplicitPrefetch:
         """Finds the place of each gather that a list names.
 
         Raises:
-            ConfigError: If a list names a unit that the graph does not read, or reads before the one with the list.
+            ConfigError: If a list names a unit that the graph reads before the one with the list, or that it does not
+                read. Gathers of other graphs can start where this one's first does (`fsdp2/pipeline.py`), so the list
+                of its first unit may name these.
         """
         named = named_gathers(step)
         _refuse_wrong_lists(step)
@@ -71,16 +73,18 @@ def _refuse_wrong_lists(step: StepGraph) -> None:
     for full in step.nodes(Role.FULL):  # its unit may share the gather of another one, which is needed earlier
         needs.setdefault(require(full).unit, []).append(order[full])
     read = {require(node).unit for node in step.nodes(*DECLARING)}
+    first = next(step.nodes(Role.GATHER), None)
+    at_the_start = () if first is None else require(first).units
     for unit, names in lists.items():
         for name in names if unit in needs else ():
             # In backward a unit may have no read although forward has one: nothing needs its parameters there.
-            if name not in read and step.phase is Phase.FORWARD:
+            if name not in read and unit not in at_the_start and step.phase is Phase.FORWARD:
                 raise _refusal(step, unit, f"{name}, which its graph does not read", _ELSEWHERE)
             if name in needs and max(needs[name]) < min(needs[unit]):
                 raise _refusal(step, unit, f"{name}, which is needed before it", _LATER)
 
 
-_ELSEWHERE = "only what one graph reads can be prefetched in it: leave it out, or remove the graph break"
+_ELSEWHERE = "a list of the first unit that the graph reads, or no graph break in between"
 _LATER = "modules that run after it"
 
 

@@ -1,4 +1,4 @@
-"""Measurements of a run: as JSON lines, as a progress bar or plain lines while it runs, and as a loss curve."""
+"""Measurements of a run: as JSON lines, as a progress bar or plain lines while it runs, and as curves."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -28,6 +29,7 @@ class Record:
     grad_norm: float | None = None  # of all gradients together before clipping
     lr: float | None = None
     tokens_per_s: float | None = None  # over all ranks, training alone, since the record before
+    memory_bytes: int | None = None  # most that a rank has had so far: of its device, or, on a CPU, resident
     time_s: float  # since this process began the run or resumed it
     skipped_steps: int = 0  # since then, where a loss or a gradient was not finite
 
@@ -106,6 +108,8 @@ class Display(logging.Handler):
             parts.append(f"{record.tokens_per_s:,.0f} tokens/s")
         self.bar.update(self._task, completed=record.step, what="  ".join(parts))
         if self.bar.disable:
+            if (left_s := self.bar.tasks[self._task].time_remaining) and record.step:
+                parts.append(f"{timedelta(seconds=round(left_s))} left")
             self.say("  ".join([f"step {record.step}", *parts]))
 
 
@@ -124,19 +128,51 @@ def open_display(steps: int, *, is_first: bool = True) -> Iterator[Display]:
         COMPILES.setLevel(level)
 
 
-def plot_losses(records: Sequence[Record], path: Path) -> bool:
-    """Draw training and held-out loss over steps into a PNG; returns `False` if matplotlib is not installed."""
+def plot_records(records: Sequence[Record], path: Path) -> bool:
+    """Draw what was measured over steps into a PNG; returns `False` if matplotlib is not installed."""
     if find_spec("matplotlib") is None:
         return False
     # The object interface draws without a display and without global state.
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.add_subplot(xlabel="step", ylabel="loss (nats per byte)")
-    training = [(record.step, record.loss) for record in records if record.loss is not None]
-    axes.plot(*zip(*training, strict=True), linewidth=1, label="training batch")
-    axes.plot(*zip(*held_out_losses(records), strict=True), marker="o", label="held-out text")
-    axes.grid(visible=True, alpha=0.3)
-    axes.legend()
+    figure = Figure(figsize=(14, 7), layout="constrained")
+    for axes, (label, names, scale) in zip(figure.subplots(2, 3, sharex=True).flat, _CURVES, strict=False):
+        for name in names:
+            measured = [(each.step, getattr(each, name)) for each in records if getattr(each, name) is not None]
+            style = "o-" if name == "held_out_loss" else "-"
+            axes.plot([step for step, _ in measured], [value * scale for _, value in measured], style, label=name)
+        axes.set(xlabel="step", ylabel=label)
+        axes.grid(visible=True, alpha=0.3)
+        axes.legend()
+    figure.axes[-1].set_axis_off()
     figure.savefig(path, dpi=150)
     return True
+
+
+_CURVES = (
+    ("nats per byte", ("loss", "held_out_loss"), 1.0),
+    ("norm before clipping", ("grad_norm",), 1.0),
+    ("learning rate", ("lr",), 1.0),
+    ("tokens/s over all ranks", ("tokens_per_s",), 1.0),
+    ("memory of a rank (MB)", ("memory_bytes",), 1e-6),
+)
+"""Axes of the picture: label, fields of a record, and scale."""
+
+
+class Board:
+    """The same for TensorBoard, where `tensorboard` is installed; a resumed run goes on in the same curves."""
+
+    def __init__(self, folder: Path, done_steps: int) -> None:
+        self._writer = None
+        if find_spec("tensorboard") is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(folder), purge_step=done_steps + 1)
+
+    def add(self, record: Record) -> None:
+        """Write a point of each curve; it is on disk when this returns."""
+        if self._writer is not None:
+            for name, value in asdict(record).items():
+                if value is not None and name != "step":
+                    self._writer.add_scalar(name, value, record.step)
+            self._writer.flush()

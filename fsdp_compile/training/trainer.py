@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import resource
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from importlib.util import find_spec
 from statistics import fmean
 
 import torch
@@ -18,14 +20,15 @@ from fsdp_compile._torch.fully_shard import state_of
 from fsdp_compile.comm.groups import mesh_of_shape
 from fsdp_compile.comm.placement import launcher_folder
 from fsdp_compile.comm.world import World
-from fsdp_compile.errors import FSDPCompileError, RankMismatchError
+from fsdp_compile.errors import ConfigError, FSDPCompileError, RankMismatchError
+from fsdp_compile.explain.step_profile import profile_step
 from fsdp_compile.sharding.fully_shard import fully_shard
 from fsdp_compile.training import metrics
 from fsdp_compile.training.checkpoint import SaveMode, Saves, load_checkpoint
 from fsdp_compile.training.config import MixedPrecision, OnNonFinite
 from fsdp_compile.training.data import Corpus, draw_batch, read_corpus
 from fsdp_compile.training.job import METRICS, Job, lock_run
-from fsdp_compile.training.metrics import Display, Record
+from fsdp_compile.training.metrics import Board, Display, Record
 from fsdp_compile.training.model import Llama, ModelShape, generate
 
 BETAS = (0.9, 0.95)
@@ -92,7 +95,8 @@ class Trainer:
         options = self.options
         done_steps = self._begin()
         for step in range(done_steps + 1, options.steps + 1):
-            loss, norm = self.step(step)
+            profiles = options.profile and step == min(done_steps + 3, options.steps)  # two steps have compiled
+            loss, norm = self._profile(step) if profiles else self.step(step)
             if step == done_steps + 1:
                 self.paced_from = step, time.perf_counter()  # the first step compiled
             is_last = step == options.steps
@@ -132,6 +136,19 @@ class Trainer:
             self.optimizer.step()
         return loss.detach(), whole_norm
 
+    def _profile(self, step: int) -> tuple[Tensor, Tensor]:
+        """`step`, and its picture."""
+        results: list[tuple[Tensor, Tensor]] = []
+        try:
+            profile = profile_step(self.compiled, lambda: results.append(self.step(step)))
+        except ConfigError as error:
+            self.display.say(f"step {step} is not profiled: {error}")
+            return results[0] if results else self.step(step)
+        self.display.say(str(profile))
+        if self.world.rank == 0 and find_spec("matplotlib") is not None:
+            self.display.say(f"step {step}: {profile.save_png(self.job.folder / 'step.png')}")
+        return results[0]
+
     @torch.no_grad()
     def held_out_loss(self) -> float | None:
         """The mean loss over all ranks, in nats per byte, on batches of held-out text that never change."""
@@ -162,6 +179,7 @@ class Trainer:
                 # A run that was killed may have recorded steps after its last checkpoint.
                 metrics.drop_records_after(job.folder / METRICS, done_steps or -1)
             replace(job.run, launcher=launcher_folder()).write(job.folder)
+            self.board = Board(job.folder / "tensorboard", done_steps)
         if not done_steps:
             self._record(Record(step=0, held_out_loss=self.held_out_loss(), time_s=self._time_s()))
         return done_steps
@@ -185,13 +203,15 @@ class Trainer:
     def _measure(self, step: int, loss: Tensor, norm: Tensor, *, evaluates: bool) -> None:
         from_step, from_s = self.paced_from
         tokens = (step - from_step) * self.options.batch_size * self.options.seq_len
+        losses, bytes_of_ranks = zip(*self.world.gather((loss.item(), _peak_bytes(self.world.device))), strict=True)
         record = Record(
             step=step,
-            loss=_number(fmean(self.world.gather(loss.item()))),
+            loss=_number(fmean(losses)),
             grad_norm=_number(norm.item()),
             lr=self.options.learning_rate_of(step),
             tokens_per_s=tokens / (time.perf_counter() - from_s) if tokens else None,
             held_out_loss=self.held_out_loss() if evaluates else None,
+            memory_bytes=max(bytes_of_ranks),
             time_s=self._time_s(),
             skipped_steps=self.skipped_steps,
         )
@@ -201,6 +221,7 @@ class Trainer:
     def _record(self, record: Record) -> None:
         if self.world.rank == 0:
             metrics.append_record(self.job.folder / METRICS, record)
+            self.board.add(record)
         self.display.update(record)
 
     def _finish(self) -> None:
@@ -215,10 +236,10 @@ class Trainer:
             sample.write_text(text, encoding="utf-8")
             say(f"---- sample, {sample} ----\n{text}\n----")
         records = metrics.read_records(folder / METRICS)
-        if metrics.plot_losses(records, plot := folder / "loss.png"):
-            say(f"loss curve: {plot}")
+        if metrics.plot_records(records, plot := folder / "metrics.png"):
+            say(f"curves: {plot}")
         else:
-            say("no loss curve without matplotlib: pip install 'fsdp-compile[plot]'")
+            say("no curves without matplotlib: pip install 'fsdp-compile[plot]'")
         say(metrics.summary(records, self.options.steps, self._time_s()))
 
     def _time_s(self) -> float:
@@ -247,6 +268,13 @@ def describe_nonfinite(model: nn.Module, loss: Tensor, world: World) -> str:
     else:
         parts.append("all gradients are finite, but not their norm" if not parts else "all gradients are finite")
     return "; ".join(parts)
+
+
+def _peak_bytes(device: torch.device) -> int:
+    """The most that this rank has had so far: of memory that torch allocates on a device, or resident on a CPU."""
+    if device.type == "cpu":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return torch.get_device_module(device.type).max_memory_allocated(device)
 
 
 def _number(value: float) -> float | None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed.fsdp
 from torch._inductor import config
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -50,6 +51,7 @@ ROWS: Mapping[str, Mapping[str, str]] = {
         ),
         "torch's: its call has run before a model is taken over",
     ),
+    "DataParallelMeshDims": dict.fromkeys(("shard", "replicate"), "fsdp2/test_mesh_dims.py::test_compiled"),
     "FSDPModule": {
         "finalize_backward": _FINALIZE,
         "reset_iter_state": "fsdp2/test_settings.py::test_a_reset_drops_what_waits",
@@ -108,7 +110,8 @@ AMOUNTS = """
 
 
 def _offered() -> dict[str, set[str]]:
-    classes = (MixedPrecisionPolicy, CPUOffloadPolicy, OffloadPolicy)
+    dims = getattr(torch.distributed.fsdp, "DataParallelMeshDims", OffloadPolicy)  # not in torch 2.11
+    classes = (MixedPrecisionPolicy, CPUOffloadPolicy, OffloadPolicy, dims)
     policies = {each.__name__: {field.name for field in dataclasses.fields(each)} for each in classes}
     methods = {name for name, value in vars(FSDPModule).items() if inspect.isfunction(value) and name[0] != "_"}
     return {**policies, "fully_shard": set(inspect.signature(fully_shard).parameters), "FSDPModule": methods}

@@ -81,10 +81,11 @@ def test_a_rank_that_does_not_answer_is_named() -> None:
 
 
 @on_ranks(timeout_s=60)
-def test_no_rank_is_blamed_where_all_answer() -> None:
+def test_no_rank_is_blamed_where_all_answer_but_what_each_does_is_said() -> None:
     with pytest.raises(RankFailedError) as caught:
-        failures.refuse_lost_ranks(RuntimeError(LOST), "anywhere")
+        failures.refuse_lost_ranks(RuntimeError(LOST), f"in the forward of unit layers.{dist.get_rank()}")
     said = str(caught.value)
+    assert "\nrank 0: in the forward of unit layers.0\nrank 1: in the forward of unit layers.1\n" in said
     assert said.startswith("a collective failed, and all ranks still answer: ")
     assert "not inside of `if rank == 0:`" in said
 

@@ -29,6 +29,9 @@ RANKS = {
     "read_graphs": 2,
     "tensor_parallel": 4,
     "muon": 2,
+    "fp16_tools": 2,
+    "fsdp1_state": 2,
+    "profile_step": 2,
     "resume": 4,
 }
 """Scripts that ranks of the pool run, and on how many."""
@@ -40,6 +43,7 @@ IN_PROCESSES_OF_THEIR_OWN = {
     "lora": "peft",
 }
 """The others, and the package that each needs."""
+TRAIN = ("own_model", "hsdp_bf16", "meta_safetensors", "tensor_parallel", "muon", "fp16_tools", "fsdp1_state")
 LOSSES = re.compile(r"loss ([\d.]+) -> ([\d.]+)")
 
 
@@ -95,7 +99,7 @@ def test_every_example_is_run_and_listed() -> None:
     assert all(len(path.read_text(encoding="utf-8").splitlines()) <= 67 for path in EXAMPLES.glob("*.py"))
 
 
-@pytest.mark.parametrize("name", ["own_model", "hsdp_bf16", "meta_safetensors", "tensor_parallel", "muon"])
+@pytest.mark.parametrize("name", TRAIN)
 def test_an_example_trains(name: str, tmp_path: Path) -> None:
     assert _falls(_run((EXAMPLES / f"{name}.py").read_text(encoding="utf-8"), tmp_path, RANKS[name]))
 
@@ -104,6 +108,12 @@ def test_the_all_gather_of_layer_1_is_found(tmp_path: Path) -> None:
     gather, wait = _run((EXAMPLES / "read_graphs.py").read_text(encoding="utf-8"), tmp_path, 2).splitlines()
     assert "all_gather_into_tensor" in gather
     assert "wait_tensor" in wait
+
+
+def test_a_step_is_drawn_beside_its_plan(tmp_path: Path) -> None:
+    printed = _run((EXAMPLES / "profile_step.py").read_text(encoding="utf-8"), tmp_path, 2)
+    assert "exposed communication" in printed
+    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_run_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
@@ -146,4 +156,4 @@ def test_an_example_runs_as_it_is(name: str, tmp_path: Path) -> None:
     if package := IN_PROCESSES_OF_THEIR_OWN.get(name):
         pytest.importorskip(package)
     printed = _torchrun(EXAMPLES / f"{name}.py", tmp_path, RANKS.get(name, 2))
-    assert {"read_graphs": "role=gather", "parity": "equal"}.get(name, "loss") in printed
+    assert {"read_graphs": "role=gather", "parity": "equal", "profile_step": "measured"}.get(name, "loss") in printed

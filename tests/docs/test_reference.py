@@ -26,3 +26,17 @@ def test_the_page_has_every_option_with_its_default() -> None:
 def test_the_reference_has_every_public_name() -> None:
     page = (DOCS / "reference.md").read_text(encoding="utf-8")
     assert sorted(re.findall(r"^::: fsdp_compile\.(\w+)$", page, flags=re.MULTILINE)) == sorted(fsdp_compile.__all__)
+
+
+def test_each_public_name_has_a_link_to_an_example_that_uses_it() -> None:
+    page = (DOCS / "reference.md").read_text(encoding="utf-8")
+    linked = re.findall(
+        r"^::: fsdp_compile\.(\w+)\n\nExample: \[[^\]]*\]\(([^)#]*)[^)]*\)\.$", page, flags=re.MULTILINE
+    )
+    assert sorted(name for name, _ in linked) == sorted(fsdp_compile.__all__)
+    unused = [
+        (name, target)
+        for name, target in linked
+        if not re.search(rf"\b{name}\b", (DOCS / target).read_text(encoding="utf-8"))
+    ]
+    assert unused == []

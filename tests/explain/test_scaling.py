@@ -72,7 +72,7 @@ def test_without_matplotlib_the_command_to_install_it_is_named(
     def missing(name: str) -> object:
         return None if name == "matplotlib" else importlib.util.find_spec(name)
 
-    for module in ("explain.scaling", "cli.explain"):  # by name: `explain` is a function, too
+    for module in ("explain.figures", "cli.explain"):  # by name: `explain` is a function, too
         monkeypatch.setattr(importlib.import_module(f"fsdp_compile.{module}"), "find_spec", missing)
     with pytest.raises(ConfigError, match=r"pip install 'fsdp-compile\[plot\]'"):
         scaling.save_png(tmp_path / "scaling.png")

@@ -87,7 +87,7 @@ def test_numbers_of_hybrid_sharding(layout: str) -> None:
 
 def _trains_neighbours() -> None:
     _trains("fp32", (4,), {})
-    pair = by_blocks(pair_of(Deep, reshard_after_forward=2))
+    pair = by_blocks(pair_of(Deep, reshard_after_forward=2), reduce_layout="fsdp2")
     pair.train(steps=3)
 
 
@@ -304,22 +304,3 @@ def _without_root() -> None:
 
 def test_blocks_without_a_root() -> None:
     run_ranks(_without_root)
-
-
-def _prefetch_lists(kind: str) -> str:
-    pair = pair_of(Deep)
-    first, second = pair.model.blocks[:2]
-    if kind == "forward":
-        first.set_modules_to_forward_prefetch([second])
-    else:
-        second.set_modules_to_backward_prefetch([first])
-    try:
-        by_blocks(pair).train(steps=3)
-    except torch._dynamo.exc.BackendCompilerFailed as error:
-        return str(error)
-    return ""
-
-
-def test_lists_to_prefetch() -> None:
-    assert all("which its graph does not read" in said for said in run_ranks(_prefetch_lists, "forward"))
-    assert run_ranks(_prefetch_lists, "backward") == ["", ""]

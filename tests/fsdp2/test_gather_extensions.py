@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_compile.backend import fsdp
 from fsdp_compile.fsdp2.take_over import model_of
 from tests import long
-from tests.models.extended import Eight, Half, Layers, Pair, Wrapped
+from tests.models.extended import Eight, Half, Layers, Pair, Released, Wrapped
 from tests.ranks import on_ranks, run_ranks
 
 STEPS = 2
@@ -51,6 +51,7 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 CASES = {
     "16 bits": _Case(),
     "uneven rows": _Case(rows=7),
+    "16 bits, released": _Case(Released),
     "8 bits and scales": _Case(Eight),
     "8 bits, computed in bf16": _Case(Eight, arguments={"mp_policy": BF16}),
     "unsharded until backward": _Case(arguments={"reshard_after_forward": False}),

@@ -80,6 +80,30 @@ def test_nothing_runs_ahead_at_distance_zero() -> None:
     assert all(not any(found["gathers"]) for found in run_ranks(_overlap, 0))
 
 
+def _listed() -> dict[str, list[int]]:
+    """Matmuls between the start of each block's gather and the wait for it, in forward and in backward."""
+    pair = by_blocks(pair_of(Deep), prefetch=0)
+    for model in pair:
+        model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1], model.blocks[2]])
+        model.blocks[3].set_modules_to_backward_prefetch([model.blocks[2], model.blocks[0]])
+    pair.train(steps=3)
+    events = _events(lambda: cross_entropy(pair.call, batch(0)).backward())
+    units = [f"blocks.{number}" for number in range(4)]
+    return {unit: _matmuls_between(events, "all_gather", "all_gather_copy_out", unit) for unit in units}
+
+
+def test_what_lists_name_runs_ahead_until_it_is_used() -> None:
+    for found in run_ranks(_listed):
+        assert all(len(counts) == 2 for counts in found.values())  # gathered once in each
+        forward = [counts[0] for counts in found.values()]
+        backward = [counts[1] for counts in found.values()]
+        assert (forward[0], forward[3], backward[1], backward[3]) == (0, 0, 0, 0)
+        assert forward[1] >= 2  # of block 0
+        assert forward[2] >= forward[1] + 2  # and of block 1
+        assert backward[2] >= 4  # of block 3
+        assert backward[0] >= backward[2] + 8  # and of blocks 2 and 1
+
+
 class _Repeated(Deep):
     """Each block runs twice in a row."""
 

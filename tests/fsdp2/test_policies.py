@@ -15,9 +15,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import fsdp_compile
+from fsdp_compile.cost.communicate import Kind
+from fsdp_compile.cost.hardware import hardware
 from fsdp_compile.fsdp2.take_over import model_of
 from tests import long
 from tests.fsdp2.mlp import WIDTH, batch, only_hooks
+from tests.models.round_sizes import Stack, explained
 from tests.ranks import run_ranks
 from tests.two_sides import WithFsdp2, sgd
 
@@ -145,6 +148,16 @@ def test_what_is_sent() -> None:
     ]
     found = run_ranks(_dtypes, "bf16, vectors kept" if HAS_OVERRIDES else "bf16")
     assert [sorted(each) for each in found] == [sorted(expected)] * 2
+
+
+def test_plans_count_the_bytes_that_this_torch_sends() -> None:
+    plan = explained(Stack, 4, hardware(link=50.0), mp_policy=POLICIES["bf16"])
+    forward, backward = plan.graphs
+    (gather,) = forward.sent
+    (reduce,) = (each for each in backward.sent if each.kind is Kind.REDUCE)
+    assert gather.dtype == "bfloat16"
+    assert reduce.dtype == ("float32" if HAS_OVERRIDES else "bfloat16")
+    assert reduce.size_bytes == (2 if HAS_OVERRIDES else 1) * gather.size_bytes
 
 
 if HAS_OVERRIDES:

@@ -92,6 +92,13 @@ class Half(Wrapped):
         return _given(outputs[0].to(param_dtype), outputs, out)
 
 
+class Released(Half):
+    """One that torch, from 2.15 on, need not keep in the bits that were sent."""
+
+    def fsdp_should_release_all_gather_outputs_after_post_all_gather(self) -> bool:
+        return True
+
+
 class Eight(Wrapped):
     """One that is sent in 8 bits, with a scale for each row; metadata says what the largest number is."""
 

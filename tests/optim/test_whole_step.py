@@ -15,7 +15,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from fsdp_compile.errors import ConfigError, RankFailedError
 from fsdp_compile.fsdp2.shards import shard_like
@@ -244,8 +244,10 @@ def optimizer_params(optimizer: optim.Optimizer) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
+@pytest.mark.parametrize("full", [False, True])
 @on_ranks()
-def test_state_is_saved_and_loaded() -> None:
+def test_state_is_saved_and_loaded(*, full: bool) -> None:
+    """As it is, or as full tensors, which the state of a single process has."""
     model = _sharded()
     optimizer = whole_step(optim.Adafactor(_trained_by("", model), lr=0.1))
     resumed_model = _sharded()
@@ -253,7 +255,8 @@ def test_state_is_saved_and_loaded() -> None:
     optimizer.step()
     resumed_model.load_state_dict(model.state_dict())
     resumed = whole_step(optim.Adafactor(_trained_by("", resumed_model), lr=0.1))
-    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    state = copy.deepcopy(optimizer.state_dict())
+    resumed.load_state_dict(tree_map(whole, state) if full else state)
     for each, own in ((model, optimizer), (resumed_model, resumed)):
         _set_gradients(each, 1, skip="")
         own.step()

@@ -13,7 +13,7 @@ import pytest
 from tests import long
 from tests.training.command import DRIVER, TINY, finish, metrics, session_of, start, wait_for_line
 
-KEYS = {"step", "loss", "held_out_loss", "grad_norm", "lr", "tokens_per_s", "time_s", "skipped_steps"}
+KEYS = {"step", "loss", "held_out_loss", "grad_norm", "lr", "tokens_per_s", "memory_bytes", "time_s", "skipped_steps"}
 TROUBLE = "RuntimeError: trouble on demand"
 LAST_LINE = re.compile(r"held-out loss (\d\.\d+) -> (\d\.\d+) nats per byte \(.* bits\) after 6 steps, \d+ s")
 
@@ -35,7 +35,7 @@ def _check_run(run: Path, out: str) -> None:
     assert all(set(record) == KEYS for record in records)
     assert before == pytest.approx(records[0]["held_out_loss"], abs=6e-4)
     assert after == pytest.approx(records[-1]["held_out_loss"], abs=6e-4)
-    assert (run / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert (run / "metrics.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert (run / "sample.txt").read_text().startswith("def ")
     assert _checkpoints(run) == ["step-000004", "step-000006"]
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
+import re
+import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from rich.console import Console
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -16,18 +20,20 @@ from fsdp_compile import fully_shard
 from fsdp_compile.comm.world import World
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.training.metrics import (
+    Board,
+    Display,
     Record,
     append_record,
     drop_records_after,
     held_out_losses,
-    plot_losses,
+    plot_records,
     read_records,
     summary,
 )
 from fsdp_compile.training.trainer import describe_nonfinite
 from tests.ranks import run_ranks
 
-KEYS = ["step", "loss", "held_out_loss", "grad_norm", "lr", "tokens_per_s", "time_s", "skipped_steps"]
+KEYS = ["step", "loss", "held_out_loss", "grad_norm", "lr", "tokens_per_s", "memory_bytes", "time_s", "skipped_steps"]
 RECORDS = [Record(step=step, loss=5.0 - step, held_out_loss=4.0 if step == 2 else None, time_s=1) for step in range(4)]
 
 
@@ -84,8 +90,8 @@ def test_a_damaged_line_is_named(line: str, tmp_path: Path) -> None:
 @pytest.mark.optional
 def test_writes_a_png(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    assert plot_losses(RECORDS, tmp_path / "loss.png")
-    content = (tmp_path / "loss.png").read_bytes()
+    assert plot_records(RECORDS, tmp_path / "metrics.png")
+    content = (tmp_path / "metrics.png").read_bytes()
     assert content.startswith(b"\x89PNG\r\n\x1a\n")
     assert content[-8:-4] == b"IEND"
 
@@ -95,8 +101,37 @@ def test_without_matplotlib_nothing_is_written(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(
         "fsdp_compile.training.metrics.find_spec", lambda name: None if name == "matplotlib" else find_spec(name)
     )
-    assert not plot_losses(RECORDS, tmp_path / "loss.png")
-    assert not (tmp_path / "loss.png").exists()
+    assert not plot_records(RECORDS, tmp_path / "metrics.png")
+    assert not (tmp_path / "metrics.png").exists()
+
+
+@pytest.mark.optional
+def test_tensorboard_has_a_curve_of_each_field(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    Board(tmp_path, 0).add(Record(step=1, loss=4.0, time_s=1))
+    Board(tmp_path, 0).add(Record(step=2, loss=3.0, lr=0.5, memory_bytes=7, time_s=2))
+    found = EventAccumulator(str(tmp_path)).Reload()
+    assert [(point.step, point.value) for point in found.Scalars("loss")][-1] == (2, 3.0)
+    assert set(found.Tags()["scalars"]) == {"loss", "lr", "memory_bytes", "time_s", "skipped_steps"}
+
+
+def test_without_tensorboard_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fsdp_compile.training.metrics.find_spec", lambda _name: None)
+    Board(tmp_path / "board", 0).add(RECORDS[1])
+    assert not (tmp_path / "board").exists()
+
+
+def test_plain_lines_estimate_the_time_left() -> None:
+    out = io.StringIO()
+    display = Display(1000, Console(file=out, force_terminal=False))
+    for step in range(3):
+        display.update(Record(step=step, loss=1.0, time_s=step))
+        time.sleep(0.01)
+    first, *_, last = out.getvalue().splitlines()
+    assert first == "step 0  loss 1.000"
+    assert re.fullmatch(r"step 2  loss 1\.000  0:00:\d\d left", last)
 
 
 INF = float("inf")

@@ -71,17 +71,29 @@ def test_the_first_rank_shows_the_run_and_the_others_nothing(tmp_path: Path) -> 
     assert nothing == ""
     lines = shown.splitlines()
     assert lines[0] == f"2 ranks on cpu, run folder {tmp_path / 'run'}"
-    assert lines[-2] == f"loss curve: {tmp_path / 'run' / 'loss.png'}"
+    assert lines[-2] == f"curves: {tmp_path / 'run' / 'metrics.png'}"
     assert lines[-1].startswith("held-out loss 5.")
     (_, before), (_, after) = held_out_losses(read_records(tmp_path / "run" / "metrics.jsonl"))
     assert after < before
 
 
+def test_a_profiled_run_draws_its_third_step(tmp_path: Path) -> None:
+    options = {"profile": True, "steps": 4, "seed": 3}
+    shown, nothing = run_ranks(_train, tmp_path, options)
+    assert nothing == ""
+    assert "planned  measured" in shown
+    assert f"step 3: {tmp_path / 'run' / 'step.png'}" in shown
+    assert (tmp_path / "run" / "step.png").read_bytes().startswith(b"\x89PNG")
+    records = read_records(tmp_path / "run" / "metrics.jsonl")
+    assert [record.step for record in records] == [0, 1, 2, 3, 4]
+    assert all(10**7 < (record.memory_bytes or 0) < 10**11 for record in records[1:])  # a process with torch
+
+
 def test_without_matplotlib_a_line_says_how_to_get_the_curve(tmp_path: Path) -> None:
     (shown,) = run_ranks(_train, tmp_path, {"sample_bytes": 0}, matplotlib=False, world_size=1)
-    assert "no loss curve without matplotlib: pip install 'fsdp-compile[plot]'\n" in shown
+    assert "no curves without matplotlib: pip install 'fsdp-compile[plot]'\n" in shown
     assert "sample" not in shown
-    assert not (tmp_path / "run" / "loss.png").exists()
+    assert not (tmp_path / "run" / "metrics.png").exists()
     assert not (tmp_path / "run" / "sample.txt").exists()
 
 

@@ -15,8 +15,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 
-from tests.fsdp2.decoder import WIDTH, Block, Decoder, batch, case, gathered_by_hooks, pair_of
-from tests.two_sides import REDUCED_TWICE, compile_in_place
+from tests.fsdp2.decoder import WIDTH, Block, Decoder, batch, case, cross_entropy, gathered_by_hooks, pair_of
+from tests.two_sides import REDUCED_TWICE, compile_eagerly, compile_in_place, sgd
 
 # Graph breaks.
 
@@ -39,6 +39,29 @@ class _Breaking(Decoder):
 def in_blocks() -> None:
     pair = pair_of(_Breaking)
     pair.train(pair.compiled(fullgraph=False), within=REDUCED_TWICE)
+
+
+@case("breaks")
+def in_blocks_of_a_compiled_step() -> None:
+    for dynamic in (False, True):
+        torch.compiler.reset()
+        pair = pair_of(_Breaking)
+        pair.optimize(sgd)
+        steps = []
+        for model, optimizer in zip(pair, pair.optimizers[0], strict=True):
+
+            def step(tokens: Any, model: Any = model, optimizer: Any = optimizer) -> Any:
+                loss = cross_entropy(model, tokens)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                return loss.detach()
+
+            steps.append(step)
+        compiled = compile_eagerly(steps[0], dynamic=dynamic)
+        for number in range(2):
+            assert torch.equal(compiled(batch(number)), steps[1](batch(number)))
+            pair.compare_parameters(REDUCED_TWICE)
 
 
 @case("breaks", is_long=True)

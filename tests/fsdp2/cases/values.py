@@ -14,7 +14,7 @@ from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.fsdp2.take_over import model_of
 from fsdp_compile.ir.graph import Role, StepGraph, require, role_of
 from tests.fsdp2.decoder import Block, Decoder, batch, case, forward_graphs, pair_of, through_a_function
-from tests.two_sides import REDUCED_TWICE, adamw
+from tests.two_sides import REDUCED_TWICE, adamw, compile_in_place
 
 
 def units_gathered(step: StepGraph) -> set[str]:
@@ -154,6 +154,25 @@ def around_a_forward() -> None:
         partly = torch.func.functional_call(plain, {**rest, **some}, (batch(1),))
     pair.train(pair.model, steps=1)
     pair.train(compiled, steps=1)
+
+
+@case("functional_call")
+def around_compiled_blocks() -> None:
+    for options in ({"regions": "blocks"}, None):
+        pair, plain = pair_of(), Decoder()
+        if options:
+            pair.compiled(fullgraph=False, **options)
+        else:
+            for block in pair.model.blocks:
+                compile_in_place(block)
+        pair.train(steps=1)
+        for of in ("", "blocks.1.", "head."):
+            pair.model.reshard()  # FSDP2 leaves the root gathered
+            full = {name: p.full_tensor().detach() for name, p in pair.model.named_parameters()}
+            given = {name: value * 0.5 for name, value in full.items() if name.startswith(of)}
+            expected = torch.func.functional_call(plain, {**full, **given}, (batch(1),))
+            assert torch.equal(torch.func.functional_call(pair.model, given, (batch(1),)), expected)
+        pair.train(steps=1)
 
 
 @case("functional_call")

@@ -15,7 +15,7 @@ from fsdp_compile.cost.communicate import Kind
 from tests import long
 from tests.delayed_copies import ON_SUCH_A_HOST, host_apart
 from tests.fake_world import fake_world
-from tests.models.kinds import WIDTH, GraphBreaks, Stack, StackOfThree
+from tests.models.kinds import WIDTH, Stack, StackOfThree
 from tests.numerics.one_process.measure import Differences, train_pair
 from tests.numerics.one_process.test_model_kinds import assert_equal_training
 from tests.ranks import run_ranks
@@ -132,13 +132,26 @@ def _beside_a_budget(model: Any) -> None:
     model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1]])
 
 
+class _Broken(StackOfThree):
+    """Two blocks in one graph, and one in the next."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[1](self.blocks[0](x))
+        torch._dynamo.graph_break()
+        return self.head(self.blocks[2](x))
+
+
+def _into_the_next_graph(model: Any) -> None:
+    model.blocks[1].set_modules_to_forward_prefetch([model.blocks[2]])
+
+
 @pytest.mark.usefixtures("world")
 @pytest.mark.parametrize(
     ("make", "arrange", "options", "says"),
     [
         (Stack, _before, {}, "blocks.1 is told to prefetch blocks.0, which is needed before it"),
         (Stack, _beside_a_budget, {"prefetch": "auto", "memory_budget_gb": 1.0}, "only one can hold"),
-        (GraphBreaks, _beside_a_budget, {}, "blocks.1, which its graph does not read"),
+        (_Broken, _into_the_next_graph, {}, "blocks.2, which its graph does not read"),
     ],
     ids=["needed-before", "budget", "graph-break"],
 )
