@@ -78,7 +78,7 @@ class Between:
         """A number that is the same for each further block."""
         return few + (more - few) * (self.blocks - self.few) / (self.more - self.few)
 
-    def price(self, few: Price, more: Price, reshard: Reshard | None) -> Price:
+    def price(self, few: Price, more: Price, *, reshard: Reshard | None) -> Price:
         """The price of the whole model."""
         grows = (*_PER_BLOCK, *((Holder.UNSHARDED,) if reshard is Reshard.AFTER_BACKWARD else ()))
 

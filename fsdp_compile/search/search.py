@@ -252,8 +252,8 @@ class Search:
         return {"batch": micro_batch} if self._is_open else {}
 
     def _price(self, choice: Choice, recomputed: int) -> Price:
-        made = [self._price_at(depth, choice, recomputed) for depth in self.depths]
-        return made[0] if self.stack is None else self._between.price(*made, choice.reshard)
+        few, *more = (self._price_at(depth, choice, recomputed) for depth in self.depths)
+        return self._between.price(few, *more, reshard=choice.reshard) if more else few
 
     def _price_at(self, depth: int | None, choice: Choice, recomputed: int) -> Price:
         traced = self._traced(depth, recomputed)
