@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=64)
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     codes = generate(Case(sizes=Sizes(layers=given.layers), ranks=given.ranks, sharding={"mp_policy": policy}))
     for phase, code in codes.items():
         (given.out / f"{phase.value}.py").write_text(code.wrapper)

@@ -26,8 +26,8 @@ from tests.cuda.pretended_gpu import SM_80, SM_90, SM_100
 from tests.cuda.wrapper import Wrapper
 
 pytestmark = [pytest.mark.inductor, pytest.mark.optional, pytest.mark.long]
-EIGHT_BITS = MixedPrecision(param_dtype=torch.bfloat16, gather_dtype=torch.float8_e4m3fn)
-BF16 = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
+EIGHT_BITS = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, gather_dtype=torch.float8_e4m3fn)
+BF16 = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)}
 
 
 def _case(**changes: Any) -> Case:

@@ -23,7 +23,9 @@ pytestmark = [pytest.mark.inductor, pytest.mark.optional]
 
 @pytest.fixture(scope="module")
 def codes() -> Mapping[Phase, Code]:
-    return generate(Case(sharding={"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}))
+    return generate(
+        Case(sharding={"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)})
+    )
 
 
 @BOTH
