@@ -148,7 +148,8 @@ def test_layers_of_llama_3_8b(tmp_path: Path) -> None:
         checks.kernels_compile(code, SM_90, tmp_path)
         if phase is Phase.BACKWARD:
             checks.no_gradient_is_copied(code)
-        assert Wrapper(code.wrapper).launches_per_layer() == PER_LAYER[phase]
+        launches = Wrapper(code.wrapper).launches_per_layer()
+        assert all(own <= most for own, most in zip(launches, PER_LAYER[phase], strict=True)), launches
 
 
 @pytest.mark.parametrize("architecture", [SM_80, SM_100], ids=lambda each: each.name)

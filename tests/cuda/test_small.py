@@ -62,6 +62,6 @@ LAUNCHES = {Phase.FORWARD: 24, Phase.BACKWARD: 37}
 
 
 @BOTH
-def test_as_many_kernels_are_launched_as_before(codes: Mapping[Phase, Code], phase: Phase) -> None:
+def test_no_more_kernels_are_launched_than_before(codes: Mapping[Phase, Code], phase: Phase) -> None:
     launches = list(Wrapper(codes[phase].wrapper).launches())
-    assert len(launches) == LAUNCHES[phase], "\n".join(str(launch) for _, launch in launches)
+    assert len(launches) <= LAUNCHES[phase], "\n".join(str(launch) for _, launch in launches)
