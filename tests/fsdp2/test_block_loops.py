@@ -264,6 +264,7 @@ def _lengths() -> tuple[int, int, int]:
     return counts[0], counts[1], counts[2]
 
 
+@pytest.mark.long
 def test_lengths_that_change_compile_no_more_than_with_fsdp2() -> None:
     """Block by block the embedding and the head are compiled, too, for each number of dimensions that changes."""
     for looped, theirs, by_blocks_ in run_ranks(_lengths):

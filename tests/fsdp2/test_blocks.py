@@ -75,7 +75,7 @@ def _units(pair: WithFsdp2) -> list[Any]:
     return taken.units
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@long.parametrize("layout", LAYOUTS, always=["bf16", "tied", "host"])
 def test_numbers_are_those_of_fsdp2(layout: str) -> None:
     run_ranks(_trains, layout, (2,), {})
 
@@ -96,7 +96,7 @@ def test_numbers_of_shards_over_neighbours() -> None:
     run_ranks(_trains_neighbours, world_size=4)
 
 
-@long.parametrize("prefetch", [0, 1, 3, "BACKWARD_PRE", "BACKWARD_POST+forward_prefetch", "none"], always=[3])
+@long.parametrize("prefetch", [0, 1, 3, "BACKWARD_PRE", "BACKWARD_POST+forward_prefetch", "none"], always=[])
 def test_numbers_do_not_depend_on_the_distance(prefetch: Any) -> None:
     run_ranks(_trains, "fp32", (2,), {"prefetch": prefetch})
 

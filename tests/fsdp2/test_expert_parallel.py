@@ -31,7 +31,8 @@ def _shard(model: MixtureOfExperts) -> None:
     fully_shard(model, mesh=every)
 
 
-@pytest.mark.parametrize("one_expert", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("one_expert", [False, True])
 @on_ranks(world_size=RANKS)
 def test_compiled(*, one_expert: bool) -> None:
     def make() -> MixtureOfExperts:

@@ -203,6 +203,7 @@ def _numbered() -> None:
     assert set(titles) == {"(root)"}
 
 
+@pytest.mark.long
 def test_blocks_whose_code_reads_their_number_are_all_compiled() -> None:
     """Dynamo would leave those past its limit of graphs for one code to Python."""
     run_ranks(_numbered)
@@ -238,6 +239,7 @@ def _others_are_whole() -> None:
     assert _regions(model) == {0}
 
 
+@pytest.mark.long
 def test_functions_and_compiles_in_place_are_whole() -> None:
     run_ranks(_others_are_whole)
 

@@ -41,7 +41,7 @@ def in_blocks() -> None:
     pair.train(pair.compiled(fullgraph=False), within=REDUCED_TWICE)
 
 
-@case("breaks")
+@case("breaks", is_long=True)
 def in_blocks_of_a_compiled_step() -> None:
     for dynamic in (False, True):
         torch.compiler.reset()
