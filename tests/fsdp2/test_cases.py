@@ -16,7 +16,10 @@ from tests.long import parametrize
 from tests.ranks import on_ranks
 
 
-@parametrize("group", GROUPS, always=[group for group in GROUPS if not group.startswith("more_")])
+ALWAYS = ["breaks", "changes", "compiled", "functional_call", "gradients", "state", "uneven_ranks"]
+
+
+@parametrize("group", GROUPS, always=ALWAYS)
 @on_ranks()
 def test_like_fsdp2(group: str) -> None:
     """What went wrong in which case."""

@@ -259,5 +259,6 @@ def _in_turn() -> None:
         pair.train(steps=1, loss=lambda each, batch: function(batch) if each is call else cross_entropy(each, batch))
 
 
+@pytest.mark.long
 def test_both_forms_of_one_model() -> None:
     run_ranks(_in_turn)
