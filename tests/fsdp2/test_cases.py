@@ -15,7 +15,6 @@ from tests.fsdp2.decoder import GROUPS
 from tests.long import parametrize
 from tests.ranks import on_ranks
 
-
 ALWAYS = ["breaks", "changes", "compiled", "functional_call", "gradients", "state", "uneven_ranks"]
 
 
