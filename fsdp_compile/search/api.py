@@ -19,20 +19,11 @@ from fsdp_compile.fsdp2.module_class import user_class
 from fsdp_compile.fsdp2.take_over import sharded_root
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.search.choice import OPTIMIZERS, Ask, Configuration, Offload
-from fsdp_compile.search.fit import Advice, Fit
+from fsdp_compile.search.fit import GIVEN, Advice, Fit
 from fsdp_compile.search.search import Found, Program, Search, samples_of
 
 RESERVE_SHARE: Final = 0.08
 """Assumed share of a device's memory that no estimate sees: its context, buffers of its libraries, gaps."""
-_CHOSEN: Final = (
-    "mesh",
-    "reshard_after_forward",
-    "offload_policy",
-    "memory_budget_gb",
-    "sharding_strategy",
-    "hardware",
-)
-"""Options that a search chooses."""
 _MORE: Final = (2, 4, 8, 16, 32, 64)
 """How many times as many devices are tried where a model does not fit."""
 
@@ -143,15 +134,21 @@ def _is_cpu(hardware: Hardware) -> bool:
 
 
 def _options(options: FSDPOptions) -> FSDPOptions:
-    """The options, if the search may choose the others."""
-    defaults = {field.name: field.default for field in dataclasses.fields(FSDPOptions)}
-    for name in _CHOSEN:
-        if getattr(options, name) != defaults[name]:
+    """The options, if the search leaves them as they are and the code to write has them."""
+    defaults = FSDPOptions()
+    for name in (field.name for field in dataclasses.fields(FSDPOptions)):
+        if name not in ("mp_policy", *GIVEN) and getattr(options, name) != getattr(defaults, name):
             raise ConfigError(
-                f"the search chooses {name}, or plan() has an argument for it",
+                f"the search chooses {name}, or does not know of it",
                 where=f"plan(options={{{name!r}: ...}})",
                 instead="leave it out, or explain() for a configuration that is chosen",
             )
+    if getattr(options.mp_policy, "param_dtype_override_fn", None) is not None:
+        raise ConfigError(
+            "a function cannot be written into the code for a configuration",
+            where="plan(options={'mp_policy': MixedPrecisionPolicy(param_dtype_override_fn=...)})",
+            instead="leave it out, or explain() for a configuration that is chosen",
+        )
     if getattr(options.mp_policy, "gather_dtype", None) is not None:
         raise ConfigError(
             "the choice of parameters in 8 bits depends on the number of ranks, which the search varies",

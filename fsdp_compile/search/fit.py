@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from fsdp_compile.cost.hardware import DEVICES, LINKS, Hardware
+from fsdp_compile.cost.hardware import DEVICES, LINKS, Hardware, hardware
 from fsdp_compile.explain.api import explain
 from fsdp_compile.explain.page import to_plain
 from fsdp_compile.explain.stand_in import planning_world
@@ -19,7 +19,7 @@ from fsdp_compile.options import FSDPOptions
 from fsdp_compile.search.choice import OPTIMIZERS, RESHARDS, Ask, Configuration, Form, Offload, Part
 from fsdp_compile.search.search import TOLERANCE, Found, Program
 
-_GIVEN: Final = ("lower", "prefetch", "bucket_mb", "embedding", "reduce_layout", "activations")
+GIVEN: Final = ("lower", "prefetch", "bucket_mb", "embedding", "reduce_layout", "activations")
 """Options that a caller may give, with values that are plain."""
 
 if TYPE_CHECKING:
@@ -193,10 +193,13 @@ def _code(first: Configuration, ask: Ask, program: Program) -> str:
     names = ("replicate", "shard") if choice.replicas > 1 else ("shard",)
     arguments = ["mesh=mesh", f"reshard_after_forward={RESHARDS[choice.reshard]!r}"]
     if policy is not None:
-        imports["torch.distributed.fsdp"] = ["MixedPrecisionPolicy"]
-        dtypes = [name for name in ("param_dtype", "reduce_dtype") if getattr(policy, name) is not None]
-        kept = ", ".join(f"{name}={getattr(policy, name)}" for name in dtypes)
-        arguments.append(f"mp_policy=MixedPrecisionPolicy({kept})")
+        kind_of = type(policy)
+        home = "fsdp_compile" if kind_of.__module__.startswith("fsdp_compile") else "torch.distributed.fsdp"
+        imports.setdefault(home, []).append(kind_of.__name__)
+        given = {each.name: getattr(policy, each.name) for each in dataclasses.fields(policy)}
+        changed = {name: value for name, value in given.items() if value != getattr(kind_of(), name)}
+        kept = ", ".join(f"{name}={value!r}" for name, value in changed.items())
+        arguments.append(f"mp_policy={kind_of.__name__}({kept})")
     if choice.offload is Offload.CPU:
         imports.setdefault("torch.distributed.fsdp", []).append("CPUOffloadPolicy")
         arguments.append("offload_policy=CPUOffloadPolicy()")
@@ -221,7 +224,7 @@ def _code(first: Configuration, ask: Ask, program: Program) -> str:
 
 def _options(first: Configuration, program: Program) -> dict[str, Any]:
     """Options of the compile: those that were given, and those that were chosen."""
-    given = {name: getattr(program.options, name) for name in _GIVEN}
+    given = {name: getattr(program.options, name) for name in GIVEN}
     changed = {name: value for name, value in given.items() if value != getattr(FSDPOptions, name)}
     budget = {} if first.budget_gb is None else {"memory_budget_gb": first.budget_gb}
     return {**changed, "regions": first.choice.form.value, **budget}
@@ -231,8 +234,11 @@ def _named(there: Hardware) -> str:
     """An expression for hardware: the file of a calibration, names, or else the variable that the caller has."""
     if there.cluster is not None:
         return repr(there.cluster.file)
-    if LINKS.get(there.link.name) == there.link and DEVICES.get(there.device.name) == there.device:
-        return f"hardware({there.device.name!r}, {there.link.name!r}, ranks_per_host={there.local_size})"
+    device, ranks = there.device.name, there.ranks_per_host
+    for link in (there.link.name, there.link.rate.value / 1e9):
+        is_known = device in DEVICES and (link in LINKS or isinstance(link, float))
+        if is_known and hardware(device, link, ranks_per_host=ranks) == there:
+            return f"hardware({device!r}, {link!r}, ranks_per_host={ranks})"
     return "hardware"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import fsdp_compile
+from fsdp_compile import MixedPrecision
 from fsdp_compile.cli.main import main
 from fsdp_compile.cost.hardware import hardware
 from fsdp_compile.errors import ConfigError
@@ -150,6 +152,7 @@ WRONG = [
     ({"memory_gb": -1.0}, "memory_gb cannot be"),
     ({"gpus": 0}, "cannot plan for 0 ranks"),
     ({"options": {"reshard_after_forward": True}}, "the search chooses reshard_after_forward"),
+    ({"options": {"separate_reduce_group": True}}, "separate_reduce_group, or does not know of it"),
 ]
 
 
@@ -167,6 +170,52 @@ COMMAND = "plan tests.models.round_sizes:stack --gpus 2 --tokens-per-step 128 --
 def test_the_command_says_whether_it_fits_by_its_status(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*COMMAND.split(), "1GB", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["fits"]
+
+
+def _said(flags: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    main([*COMMAND.split(), "1GB", "--json", *flags.split()])
+    said: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return said
+
+
+def test_each_flag_of_the_command_does_something(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "plan.html"
+    before = _said(f"--html {page}", capsys)
+    assert "<html" in page.read_text()
+    least = before["smallest"]["memory_bytes"]
+    assert least["optimizer"] == 2 * least["parameters"]
+    assert _said("--optimizer sgd", capsys)["smallest"]["memory_bytes"]["optimizer"] == 0
+    assert _said("--reserve 0.25GB", capsys)["asked"]["reserve_bytes"] == 0.25e9
+    assert _said("--allow cpu_offload", capsys)["smallest"]["memory_bytes"]["parameters"] == 0
+    assert _said("--param-dtype float32", capsys)["smallest"]["memory_bytes"]["gathered"] > least["gathered"]
+    apart, together = (_said(f"--link ethernet-1 --gpus-per-node {ranks}", capsys)["best"][0] for ranks in (1, 2))
+    assert apart["step_us"] > together["step_us"]
+    assert _said("--link 0.001", capsys)["best"][0]["step_us"] > before["best"][0]["step_us"]
+    assert _said("--device h100", capsys)["asked"]["device"] == "h100-sxm"
+    assert _said("--tokens-per-step 256", capsys)["best"][0]["step_us"] > before["best"][0]["step_us"]
+
+
+def test_the_code_has_the_whole_policy_and_the_link() -> None:
+    policy = MixedPrecision(param_dtype=torch.bfloat16, output_dtype=torch.float32, cast_forward_inputs=False)
+    program, there = _program(), hardware("h100-sxm", 12.5)
+    given: dict[str, Any] = {
+        "gpus": RANKS,
+        "tokens_per_step": RANKS,
+        "options": {"lower": "eager", "mp_policy": policy},
+    }
+    scope: dict[str, Any] = {"model": Stack()}
+    code = fsdp_compile.plan(program.model, *program.args, hardware=there, **given).code.replace("'cuda'", "'cpu'")
+    sharded: list[dict[str, Any]] = []
+    compiled: list[dict[str, Any]] = []
+    with (
+        fake_world(RANKS),
+        mock.patch("fsdp_compile.fully_shard", lambda _, **settings: sharded.append(settings)),
+        mock.patch("torch.compile", lambda _, **settings: compiled.append(settings)),
+    ):
+        exec(code, scope)
+    assert sharded[0]["mp_policy"] == policy
+    options = compiled[0]["options"]
+    assert (options["lower"], options.get("hardware", there)) == ("eager", there)
 
 
 @pytest.mark.parametrize("wrong", ["--memory much", "--tokens-per-step few", "--device abacus", "--gpus 0"])
