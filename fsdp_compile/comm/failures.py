@@ -37,6 +37,8 @@ _TELL_S = 1.0
 _PAUSE_S = 0.05
 _READ_S = 0.5
 """How long a rank that holds the store goes on for others to read why it ends: more than the pauses between looks."""
+_COMPARED = 64
+"""How many ranks' doings are read: each rank of a large world asks the one store."""
 _OF_COMMUNICATION = re.compile(r"gloo/|Connection (closed|reset|refused)|Timed out waiting|NCCL error|Broken pipe")
 """What errors of collectives say; torch gives those of gloo no type of their own."""
 
@@ -237,7 +239,7 @@ def _explain(error: RuntimeError, doing: str) -> RankFailedError:
 
 
 def _compared(doings: Sequence[str]) -> str:
-    """What each rank was doing, by rank, if that differs."""
+    """What the first ranks were doing, by rank, if that differs."""
     ranks: dict[str, list[str]] = {}
     for rank, doing in enumerate(doings):
         ranks.setdefault(doing, []).append(str(rank))
@@ -263,4 +265,7 @@ def _ask(where: str, doing: str) -> tuple[RankFailedError | None, list[int], lis
         return told, [], []
     if not answered:
         return None, [keys[key] for key in store.missing(list(keys))], []
-    return None, [], [store.get(key).decode() for key in keys]
+    doings: list[str] = []
+    with contextlib.suppress(RuntimeError):  # the store's process may end first, which says nothing new
+        doings += (store.get(key).decode() for key in [*keys][:_COMPARED])
+    return None, [], doings
