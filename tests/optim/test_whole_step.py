@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,89 +26,11 @@ from fsdp_compile.optim.whole_step import whole_step
 from fsdp_compile.state.full_tensors import full_tensors
 from tests import long
 from tests.fsdp2.models import mesh_of
+from tests.optim.library_optimizers import Counting, Lamb, Shampoo, Soap, with_gradients
 from tests.ranks import on_ranks, run_ranks
 from tests.two_sides import local, whole
 
 _Make = Callable[[Iterable[Any]], optim.Optimizer]
-
-
-def _with_gradients(optimizer: optim.Optimizer) -> Iterator[tuple[dict[str, Any], Any, dict[str, Any]]]:
-    """Each parameter that is to be updated, with its group and its state."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                yield group, parameter, optimizer.state[parameter]
-
-
-class _Lamb(optim.Optimizer):
-    """Of another library: it looks at the norm of each parameter, and has state of other shapes; "mu" is torch's name
-    of a number."""
-
-    def __init__(self, params: Iterable[Any]) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, _closure: Any = None) -> None:  # type: ignore[override]
-        for group, parameter, state in _with_gradients(self):
-            state.setdefault("mu", torch.zeros_like(parameter)).lerp_(parameter.grad, 0.5)
-            state["norms"] = (*state.get("norms", ()), float(parameter.norm()))
-            parameter.add_(state["mu"], alpha=-group["lr"] * state["norms"][-1])
-
-
-class _Counting(optim.Optimizer):
-    """Of another library: it counts its steps in its groups, as a tensor and as a number, or what it has trained."""
-
-    def __init__(self, params: Iterable[Any], *, elements: bool = False) -> None:
-        super().__init__(params, {"lr": 0.1, "count": torch.zeros(()), "elements": elements})
-
-    @torch.no_grad()
-    def step(self, _closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            group["count"] += 1
-            group["steps"] = group.get("steps", 0) + 1
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.add_(parameter.grad, alpha=-group["lr"] / (group["steps"] + group["count"].item()))
-                    if group["elements"]:
-                        group["count"] += parameter.numel()
-
-
-class _Shampoo(optim.Optimizer):
-    """Multiplies a gradient with inverse roots of sums of its products, of other shapes than the parameter's."""
-
-    def __init__(self, params: Iterable[Any]) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, _closure: Any = None) -> None:  # type: ignore[override]
-        for group, parameter, state in _with_gradients(self):
-            gradient = parameter.grad.reshape(len(parameter), -1)
-            for side, product in (("left", gradient @ gradient.T), ("right", gradient.T @ gradient)):
-                state[side] = state.get(side, torch.eye(len(product), dtype=product.dtype)) + product
-            update = _inverse_root(state["left"]) @ gradient @ _inverse_root(state["right"])
-            parameter.sub_(update.view_as(parameter), alpha=group["lr"])
-
-
-class _Soap(_Shampoo):
-    """Adam in the eigenvectors of those sums, which it has from its second step on: state whose form changes."""
-
-    @torch.no_grad()
-    def step(self, _closure: Any = None) -> None:  # type: ignore[override]
-        for group, parameter, state in _with_gradients(self):
-            gradient = parameter.grad.reshape(len(parameter), -1)
-            if "basis" in state:
-                left, right = state["basis"]
-                turned = left.T @ gradient @ right
-                state.setdefault("square", torch.zeros_like(parameter)).view_as(turned).lerp_(turned**2, 0.1)
-                update = left @ (turned / (state["square"].view_as(turned).sqrt() + 1e-8)) @ right.T
-                parameter.sub_(update.view_as(parameter), alpha=group["lr"])
-            state["basis"] = tuple(torch.linalg.qr(g @ g.T).Q.contiguous() for g in (gradient, gradient.T))
-            state["steps"] = state.get("steps", 0) + 1
-
-
-def _inverse_root(matrix: torch.Tensor) -> torch.Tensor:
-    values, vectors = torch.linalg.eigh(matrix)
-    return vectors @ torch.diag(values.clamp_min(1e-6) ** -0.25) @ vectors.T
 
 
 OPTIMIZERS: dict[str, _Make] = {
@@ -117,10 +39,10 @@ OPTIMIZERS: dict[str, _Make] = {
     "Muon": lambda p: optim.Muon(p, lr=0.1),
     "AdamW": lambda p: optim.AdamW(p, lr=0.1, amsgrad=True),
     "Rprop": lambda p: optim.Rprop(p, lr=0.1),
-    "of another library": _Lamb,
-    "counting in its groups": _Counting,
-    "Shampoo": _Shampoo,
-    "SOAP": _Soap,
+    "of another library": Lamb,
+    "counting in its groups": Counting,
+    "Shampoo": Shampoo,
+    "SOAP": Soap,
 }
 NOT_OF_TORCH = ("of another library", "counting in its groups", "Shampoo", "SOAP")
 ONLY_MATRICES = ("Muon", "Shampoo", "SOAP")
@@ -268,7 +190,7 @@ def test_state_is_saved_and_loaded(*, full: bool) -> None:
 def test_what_is_not_known_to_update_parameters_one_by_one_is_refused() -> None:
     parameters = list(nn.Linear(2, 2).parameters())
     with pytest.raises(ConfigError, match=r"not known to update each parameter independently(.|\n)*Adafactor, Muon"):
-        whole_step(_Lamb(parameters))
+        whole_step(Lamb(parameters))
     with pytest.raises(ConfigError, match="LBFGS is not known"):
         whole_step(optim.LBFGS(parameters))
     with pytest.raises(ConfigError, match="not known to update each element"):
@@ -285,7 +207,7 @@ def test_groups_count_a_step_once_and_what_differs_by_parameter_is_refused() -> 
             fully_shard(model, ignored_params={model.scale})
         groups: list[Any] = [{"params": [model.scale, model.up.weight]}, {"params": [model.up.bias, model.down.weight]}]
         count = torch.zeros(())
-        optimizer = _Counting([{**group, "count": count.clone()} for group in groups])
+        optimizer = Counting([{**group, "count": count.clone()} for group in groups])
         held = [group["count"] for group in optimizer.param_groups]
         if is_sharded:
             whole_step(optimizer, per_parameter=True)
@@ -300,7 +222,7 @@ def test_groups_count_a_step_once_and_what_differs_by_parameter_is_refused() -> 
         assert torch.equal(value, runs[1][key]), key
     model = _sharded()
     _set_gradients(model, 0, skip="")
-    several = whole_step(_Counting(_trained_by("", model), elements=True), per_parameter=True)
+    several = whole_step(Counting(_trained_by("", model), elements=True), per_parameter=True)
     with pytest.raises(
         ConfigError, match=r"_Counting writes 'count' into its group(.|\n)*depends only on that parameter"
     ):
@@ -352,14 +274,14 @@ def test_costs_divide_parameters() -> None:
     assert updated == own if own[0] in updated else len(updated) == len(matrices) - 1
 
 
-class _Listing(_Counting):
+class _Listing(Counting):
     """Counts its steps in a list of its group."""
 
     @torch.no_grad()
     def step(self, _closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             group.setdefault("history", []).append(1)
-        for group, parameter, _ in _with_gradients(self):
+        for group, parameter, _ in with_gradients(self):
             parameter.sub_(parameter.grad, alpha=group["lr"] / len(group["history"]))
 
 
@@ -376,7 +298,7 @@ def test_lists_in_groups_count_once_and_tensors_of_several_groups_are_refused() 
     for key, value in full_tensors(model):
         assert torch.equal(value, reference.state_dict()[key]), key
     groups: list[Any] = [{"params": [p]} for p in _trained_by("Muon", model)]
-    several = whole_step(_Counting(groups), per_parameter=True)
+    several = whole_step(Counting(groups), per_parameter=True)
     _set_gradients(model, 0, skip="")
     with pytest.raises(ConfigError, match="writes into 'count', one tensor of several groups"):
         several.step()
@@ -426,7 +348,7 @@ def test_ranks_that_list_parameters_in_other_orders() -> None:
         assert torch.equal(value, reference.state_dict()[key]), key
 
 
-class _Mixed(_Lamb):
+class _Mixed(Lamb):
     """Looks at norms in one group, and adds gradients in the other."""
 
     @torch.no_grad()
@@ -548,7 +470,7 @@ def _resumable() -> tuple[Any, Any]:
         fully_shard(layer)
     fully_shard(model, ignored_params={model.scale})
     matrices = [p for p in model.parameters() if p.requires_grad and p.dim() == 2]
-    return model, whole_step(_Shampoo(matrices), per_parameter=True)
+    return model, whole_step(Shampoo(matrices), per_parameter=True)
 
 
 def _next(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
