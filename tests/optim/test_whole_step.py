@@ -224,7 +224,7 @@ def test_groups_count_a_step_once_and_what_differs_by_parameter_is_refused() -> 
     _set_gradients(model, 0, skip="")
     several = whole_step(Counting(_trained_by("", model), elements=True), per_parameter=True)
     with pytest.raises(
-        ConfigError, match=r"_Counting writes 'count' into its group(.|\n)*depends only on that parameter"
+        ConfigError, match=r"Counting writes 'count' into its group(.|\n)*depends only on that parameter"
     ):
         several.step()
 
