@@ -85,6 +85,9 @@ _CONTRADICT: list[tuple[str, set[str], str, set[str]]] = [
     # It is an error to compile a plain model in place, and nothing shards one that is not compiled.
     ("units", {"plain"}, "form", {"in place", "uncompiled"}),
     ("units then", {"plain"}, "form", {"in place", "uncompiled"}),
+    # FSDP2's own error for a parameter of two units, where nothing is compiled.
+    ("model", {"tied"}, "units", {"lists"}),
+    ("model", {"tied"}, "units then", {"lists"}),
     # FSDP1's functions take a sharded model; what they save of an optimizer without state has none, as with FSDP1.
     ("units then", {"plain"}, "kind", {"FSDP1, full", "FSDP1, sharded"}),
     ("units", {"plain"}, "moment", {"before a step"}),
