@@ -155,6 +155,12 @@ def is_parametrized(param: TorchParam) -> bool:
     return any(parametrize.is_parametrized(module, name) for module, name in refs_of(param))
 
 
+def has_unreduced_grad(param: TorchParam) -> bool:
+    """Whether FSDP2 has a gradient of a parameter that it has not reduced yet."""
+    gathered = getattr(param, "_unsharded_param", None)
+    return param.unsharded_accumulated_grad is not None or (gathered is not None and gathered.grad is not None)
+
+
 def take_unreduced_grad(param: TorchParam) -> torch.Tensor | None:
     """This rank's part of the gradient that FSDP2 has accumulated without reducing it, which it forgets."""
     grad = param.unsharded_accumulated_grad

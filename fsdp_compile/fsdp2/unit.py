@@ -447,8 +447,14 @@ class Unit:
             return
         for group in groups:
             group.updates.begin_backward()
-            if fsdp2.reduces(of_torch):  # what came since the forward; schedules of pipelines call this alone
+            if not fsdp2.reduces(of_torch):
+                continue
+            # What came since the forward: schedules of pipelines call this alone. FSDP2 also asks a unit that its hooks
+            # gathered once, before the model was taken over, and whose gradients are all here.
+            if any(map(torch_params.has_unreduced_grad, fsdp2.params_of(of_torch))):
                 group.pending.give_to_torch()
+            else:
+                group.pending.reduce_rest()
         run()
         if backward_in_progress() != -1:
             # Nothing else does, where only some modules of the unit were called, around or after a graph.

@@ -18,6 +18,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import FSDPOptions, flat_step, fully_shard, no_sync, step_in_backward
@@ -81,6 +82,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sync_module_states": {"alike": False, "of rank 0": True},
 }
 """Arguments of `fully_shard` that are options for a plain model."""
+
+
+def _columns(parameter: nn.Parameter) -> Shard:
+    return Shard(parameter.ndim - 1)
+
+
+PLACEMENTS: dict[str, dict[str, Any]] = {"shard_placement_fn": {"rows": None, "columns": _columns}}
+"""An argument of `fully_shard` alone."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "lower": {"eager": "eager", "inductor": "inductor"},
     "regions": {"whole": "whole", "one by one": "blocks"},
@@ -130,6 +139,7 @@ def _without_replicas(model: Any) -> Iterator[None]:
 FOUR_RANKS: dict[str, dict[str, Any]] = {
     "layout": {name: LAYOUTS[name] for name in ("automatic", "blocks", "nested", "lists")},
     "blocks": {"kept": Decoder, "checkpointed": _Checkpointed, "wrapped": _wrapped},
+    **PLACEMENTS,
     "mesh": {"2x2": (2, 2)},  # gloo's sums of more than two ranks depend on the place in a message
     "mp_policy": SETTINGS["mp_policy"],
     "reshard_after_forward": SETTINGS["reshard_after_forward"],
@@ -147,7 +157,6 @@ NOT_DRAWN = {
     "sharding_strategy": "the same",
     "auto_wrap_policy": "tests/sharding/test_wrap.py compares the units",
     "module": "what is sharded",
-    "shard_placement_fn": "tests/fsdp2/test_param_meshes.py trains with it, and test_grouped_experts.py",
     "ignored_params": "tests/sharding/test_wrap.py leaves them out of units",
     "param_init_fn": "tests/sharding/test_materialize.py; no step knows of it",
     "device_id": "the same",
@@ -201,7 +210,8 @@ def _train(row: Row) -> str:
     value = {axis: {**AXES.get(axis, {}), **FOUR_RANKS.get(axis, {})}[name] for axis, name in row.items()}
     make, shard = value["layout"]
     make = value.get("blocks", make)
-    settings = {name: value[name] for name in SETTINGS if value[name] not in (None, False)}
+    settings: dict[str, Any] = {name: value.get(name) for name in (*SETTINGS, *PLACEMENTS)}
+    settings = {name: given for name, given in settings.items() if given not in (None, False)}
     if "mesh" in value:
         settings["mesh"] = init_device_mesh(
             "cpu", value["mesh"], mesh_dim_names=("replicate", "shard")[-len(value["mesh"]) :]

@@ -10,6 +10,7 @@ from tests.numerics.fsdp2.options import (
     FOUR_RANKS,
     NOT_DRAWN,
     OPTIONS,
+    PLACEMENTS,
     SETTINGS,
     fields,
     refused,
@@ -25,7 +26,7 @@ CALLS_OF_FOUR = range(0, len(OF_FOUR), PER_CALL_OF_FOUR)
 
 
 def test_every_option_is_drawn_or_left_out_for_a_reason() -> None:
-    assert fields() == {*SETTINGS, *OPTIONS, *NOT_DRAWN}
+    assert fields() == {*SETTINGS, *PLACEMENTS, *OPTIONS, *NOT_DRAWN}
 
 
 def test_every_two_values_are_in_a_row_or_contradict_each_other() -> None:
