@@ -258,6 +258,7 @@ if TYPE_CHECKING:  # what type checkers see of names that are loaded at their fi
         fsdp_compile.units(3)  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 def test_the_first_compile_by_name_imports_the_backend() -> None:
     compiled = "import torch; model = torch.compile(torch.nn.Linear(2, 2), backend='fsdp')"
     made = f"{compiled}; print(bool(model._compiled_call_impl))"

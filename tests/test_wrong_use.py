@@ -275,6 +275,7 @@ def test_a_second_compile_cannot_shard_in_another_way(first: dict[str, Any]) -> 
     _says(error, "the model was sharded before", "'reshard_after_forward'", "in all compiles of a plain model")
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("world")
 def test_a_second_compile_may_say_the_same_or_nothing() -> None:
     def options() -> dict[str, Any]:

@@ -141,6 +141,7 @@ def _least_bytes(ranks: int) -> int:
     return caught.value.least_bytes
 
 
+@pytest.mark.long
 def test_blocks_that_are_computed_again_are_not_chosen_anew() -> None:
     few, many = 2, 64
     budget_bytes = (_least_bytes(few) + _least_bytes(many)) / 2

@@ -143,6 +143,7 @@ def _backward_of_a_split_llama() -> tuple[Plan, float]:
     return plan, sum(own.exposed_us for own in plan.graphs[1].own)
 
 
+@pytest.mark.long
 def test_weight_gradients_are_computed_behind_the_programs_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
     plan, exposed_us = _backward_of_a_split_llama()
     monkeypatch.setattr(HideOwnCollectives, "plan", lambda *_: HidePlan(()))

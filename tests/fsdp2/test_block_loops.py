@@ -46,6 +46,7 @@ def _listed() -> None:
     WithFsdp2(_Checkpointed, sharded, batch, cross_entropy, ours=compiled).train(steps=2)
 
 
+@pytest.mark.long
 def test_blocks_of_one_unit_that_are_computed_again() -> None:
     """The model is taken over within the first forward, after FSDP2 has begun to gather that unit."""
     run_ranks(_listed)
@@ -203,7 +204,7 @@ def _transformers(settings: dict[str, Any]) -> None:
     assert not [title for title in titles[3:] if "layers" in title]
 
 
-@long.parametrize("dtype", ["fp32", "bf16"], always=["bf16"])
+@long.parametrize("dtype", ["fp32", "bf16"], always=[])
 def test_a_llama_of_transformers(dtype: str) -> None:
     pytest.importorskip("transformers")
     run_ranks(_transformers, {"mp_policy": BF16} if dtype == "bf16" else {})

@@ -15,7 +15,7 @@ from tests.fsdp2.decoder import GROUPS
 from tests.long import parametrize
 from tests.ranks import on_ranks
 
-ALWAYS = ["breaks", "changes", "compiled", "functional_call", "gradients", "state", "uneven_ranks"]
+ALWAYS = ["breaks", "compiled", "gradients", "uneven_ranks"]
 
 
 @parametrize("group", GROUPS, always=ALWAYS)

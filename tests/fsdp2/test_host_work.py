@@ -151,6 +151,7 @@ class _Scaled(nn.Module):
         return x
 
 
+@pytest.mark.long
 def test_dynamo_looks_at_one_tensor_per_unit_and_at_nothing_per_parameter() -> None:
     def of_each_layer(parameters: int) -> dict[str, float]:
         few, many = (_guards(lambda: _Scaled(parameters), layers) for layers in (3, 9))

@@ -149,6 +149,7 @@ def _gathers_of_each_unit() -> dict[str, int]:
     return Counter(name.partition("(")[2][:-1] for name in events if name.startswith("FSDP::all_gather ("))
 
 
+@pytest.mark.long
 def test_what_is_used_last_stays_for_backward() -> None:
     for found in run_ranks(_gathers_of_each_unit):
         assert {name for name, count in found.items() if count == 1} >= {"blocks.3", "head"}
@@ -173,6 +174,7 @@ def _messages_that_are_not_returned() -> list[str]:
     return found
 
 
+@pytest.mark.long
 def test_memory_of_messages_is_not_used_again_while_they_are_sent() -> None:
     """Inductor takes memory that nothing in the graph reads any more for other results; the wait is outside."""
     assert run_ranks(_messages_that_are_not_returned) == [[], []]
@@ -254,6 +256,7 @@ def _frozen_and_thawed() -> None:
         pair.train(steps=1)
 
 
+@pytest.mark.long
 def test_blocks_that_are_frozen_and_thawed() -> None:
     run_ranks(_frozen_and_thawed)
 
@@ -296,10 +299,12 @@ def _converted() -> list[int]:
     return [found.numel() for flat in old if (found := flat()) is not None]
 
 
+@pytest.mark.long
 def test_old_groups_of_a_converted_model_are_freed() -> None:
     assert run_ranks(_converted) == [[], []]
 
 
+@pytest.mark.long
 def test_steps_after_errors() -> None:
     run_ranks(_raises)
 
@@ -324,6 +329,7 @@ def _several_times() -> None:
     pair.train(steps=1, within=REDUCED_TWICE)
 
 
+@pytest.mark.long
 def test_several_forwards_and_gradients_by_autograd() -> None:
     run_ranks(_several_times)
 
@@ -342,6 +348,7 @@ def _ranges() -> set[str]:
     return {event.name for event in profiler.events() if event.name.startswith("FSDP::") and "blocks.2" in event.name}
 
 
+@pytest.mark.long
 def test_ranges_of_the_profiler() -> None:
     names = {"FSDP::all_gather (blocks.2)", "FSDP::all_gather_copy_out (blocks.2)"}
     names |= {"FSDP::post_backward_reduce (blocks.2)", "FSDP::post_backward_rs_wait (blocks.2)"}
@@ -360,6 +367,7 @@ class _WithUnused(nn.Module):
         return self.b(torch.tanh(self.a(x)))
 
 
+@pytest.mark.long
 @on_ranks()
 def test_a_graph_of_two_models_adds_the_gradients_of_both_forwards() -> None:
     torch.manual_seed(0)

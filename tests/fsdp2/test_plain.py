@@ -72,7 +72,7 @@ class Tied(Model):
 MODELS: list[Callable[[], nn.Module]] = [Model, Breaks, _layers, Tied]
 
 
-@long.parametrize("make", MODELS, always=[Breaks, Tied])
+@long.parametrize("make", MODELS, always=[Tied])
 @on_ranks()
 def test_trains_as_one_process(make: Callable[[], nn.Module]) -> None:
     pair = pair_of(make)
@@ -86,6 +86,7 @@ def test_trains_as_one_process(make: Callable[[], nn.Module]) -> None:
     pair.train(steps=1)
 
 
+@pytest.mark.long
 @on_ranks()
 def test_first_called_in_an_evaluation_or_twice() -> None:
     for context in (torch.no_grad(), torch.inference_mode()):
@@ -234,6 +235,7 @@ def test_what_no_rank_would_average_is_refused_by_name() -> None:
     torch.testing.assert_close(one_line(nothing)(x), torch.tanh(x))
 
 
+@pytest.mark.long
 @on_ranks()
 def test_several_compiled_parts() -> None:
     # A part that is called first, of a model that is compiled, too.
@@ -263,6 +265,7 @@ def test_several_compiled_parts() -> None:
         optimizer.step()
 
 
+@pytest.mark.long
 @on_ranks()
 def test_a_compiled_model_in_compiled_functions() -> None:
     # A compiled model, called by a compiled function, and an attribute of the object whose method is compiled.
@@ -284,6 +287,7 @@ def test_a_compiled_model_in_compiled_functions() -> None:
     pair.train()
 
 
+@pytest.mark.long
 @on_ranks()
 def test_copies_of_compiled_models() -> None:
     x = torch.randn(2, 6)

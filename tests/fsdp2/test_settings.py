@@ -114,7 +114,7 @@ def _trained(name: str) -> bool:
     return any(by_hooks)
 
 
-@long.parametrize("name", CASES, always=["kept between microbatches", "replicas last"])
+@long.parametrize("name", CASES, always=["kept between microbatches"])
 def test_numbers_are_those_of_fsdp2(name: str) -> None:
     case = CASES[name]
     ranks = 4 if case.mesh else 2

@@ -11,6 +11,7 @@ from tests.integrations.programs.like_nanogpt import train
 from tests.ranks import run_ranks
 
 
+@pytest.mark.long
 def test_losses_and_checkpoints_are_those_of_ddp(tmp_path: Path) -> None:
     expected = run_ranks(train, "ddp", str(tmp_path))
     found = run_ranks(train, "fsdp", str(tmp_path))

@@ -154,6 +154,7 @@ class _Trap:
         return (open, (str(self.path), "a"))
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_another_run_and_a_hostile_one_are_not_resumed(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     run_ranks(_resume_elsewhere, str(tmp_path))
@@ -167,6 +168,7 @@ def _resume_twice(folder: str) -> list[_Drawn]:
     return [whole, *(_train(folder, 4, f"{folder}/checkpoint-{step}", rows=32) for step in (1, 2))]
 
 
+@pytest.mark.long
 def test_a_resumed_run_draws_what_the_run_would_have_drawn(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     for whole, within, between in run_ranks(_resume_twice, str(tmp_path)):

@@ -67,6 +67,7 @@ def _assert_kept(task: Task, room: float) -> None:
     assert peak_bytes == pytest.approx(predicted_bytes, rel=0.02)
 
 
+@pytest.mark.long
 @pytest.mark.inductor
 def test_a_table_is_freed_once_rows_are_taken_out_of_it() -> None:
     task = _words()

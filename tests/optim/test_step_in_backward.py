@@ -195,7 +195,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Step, bool]] = {
 }
 
 
-ALWAYS = ("graph break", "used twice in two graphs", "microbatches", "thawed")
+ALWAYS = ("graph break", "microbatches")
 
 
 def _train(name: str, *, in_backward: bool) -> tuple[nn.Module, optim.Optimizer]:

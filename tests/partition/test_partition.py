@@ -311,7 +311,7 @@ def _all_kinds(lower: str) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]
     return [_trained(kind, lower) for kind in (_CheckpointedNorm, _Counting, _Centered)]
 
 
-@pytest.mark.parametrize("lower", ["eager", "inductor"])
+@long.parametrize("lower", ["eager", "inductor"], always=["eager"])
 def test_models_may_update_the_buffers_that_they_read(lower: str) -> None:
     (kinds,) = run_ranks(_all_kinds, lower, world_size=1)
     for mine, theirs in kinds:

@@ -145,6 +145,7 @@ def _both_ways(lower: str, budget_gb: float) -> tuple[bool, float, float]:
     return same, peak, less
 
 
+@pytest.mark.long
 def test_no_bit_changes_with_random_numbers_and_running_statistics() -> None:
     for same, peak, less in run_ranks(_both_ways, "eager", _least_bytes() / 1e9):
         assert same

@@ -159,6 +159,7 @@ def test_every_pass_keeps_what_has_to_come_first(model: Model, chosen: FSDPOptio
             planned(step, chosen)
 
 
+@pytest.mark.long
 @settings(max_examples=MOST // 4)
 @given(models(), st.sampled_from(GB_PER_S), st.sampled_from(GB_PER_S))
 def test_the_plan_of_another_rank_is_followed_or_refused(model: Model, mine: float, other: float) -> None:

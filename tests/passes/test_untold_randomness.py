@@ -69,6 +69,7 @@ def _drawing(step: StepGraph) -> list[str]:
     return [str(node) for node in step.graph.nodes if node.target is torch.ops.fsdp_test_untold.dither.default]
 
 
+@pytest.mark.long
 def test_no_plan_and_no_order_of_another_rank_changes_theirs() -> None:
     backward = _backward()
     before = _drawing(backward)

@@ -167,6 +167,7 @@ def test_results_live_until_their_update() -> None:
     assert _peaks_over_budget(updated, 4, 512, 2) == []
 
 
+@pytest.mark.long
 def test_parts_are_copied_into_flat_gradients_beside_what_is_gathered() -> None:
     assert _peaks_over_budget(lambda: nn.Sequential(*(_Two() for _ in range(6))), 4, 256, 2) == []
 

@@ -216,6 +216,7 @@ def _step_with_a_frozen_forward(made: Any, call: Any, frozen: Any, *, thaws: boo
     (loss + other).backward()
 
 
+@pytest.mark.long
 @on_ranks()
 def test_gradients_of_a_forward_reach_parameters_that_are_frozen_for_the_next_one() -> None:
     for frozen in (lambda made: made, lambda made: made[2]):

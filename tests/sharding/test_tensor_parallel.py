@@ -133,6 +133,7 @@ def _checkpoints(folder: str) -> None:
         _assert_close(_values(other), _values(model))
 
 
+@pytest.mark.long
 def test_checkpoints_are_loaded_over_other_meshes() -> None:
     with tempfile.TemporaryDirectory() as folder:
         run_ranks(_checkpoints, folder, world_size=4)

@@ -158,6 +158,7 @@ _BROKEN: dict[str, tuple[Edit, str]] = {
 }
 
 
+@pytest.mark.long
 @on_ranks()
 def test_every_wrong_order_is_named() -> None:
     said = {}

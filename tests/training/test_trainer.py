@@ -77,6 +77,7 @@ def test_the_first_rank_shows_the_run_and_the_others_nothing(tmp_path: Path) -> 
     assert after < before
 
 
+@pytest.mark.long
 def test_a_profiled_run_draws_its_third_step(tmp_path: Path) -> None:
     options = {"profile": True, "steps": 4, "seed": 3}
     shown, nothing = run_ranks(_train, tmp_path, options)

@@ -19,9 +19,9 @@ from tests.numerics.fsdp2.options import (
 from tests.pairwise import covering, pairs, pairs_of, with_defaults
 from tests.ranks import run_ranks
 
-ROWS, PER_CALL = sorted(covering(AXES, refused()), key=lambda row: row["lower"]), 3
+ROWS, PER_CALL = sorted(covering(AXES, refused()), key=lambda row: row["lower"]), 1
 CALLS = range(0, len(ROWS), PER_CALL)
-OF_FOUR, PER_CALL_OF_FOUR = covering(FOUR_RANKS), 2
+OF_FOUR, PER_CALL_OF_FOUR = covering(FOUR_RANKS), 1
 CALLS_OF_FOUR = range(0, len(OF_FOUR), PER_CALL_OF_FOUR)
 
 

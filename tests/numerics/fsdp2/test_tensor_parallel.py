@@ -144,7 +144,7 @@ def _under_fsdp2(name: str, compiled: tuple[bool, ...]) -> None:
     pair.train(*(call if each else pair.model for each in compiled), steps=STEPS)
 
 
-@long.parametrize("name", CASES, always=["split tokens, bf16"])
+@long.parametrize("name", CASES, always=[])
 def test_under_torchs_fully_shard(name: str) -> None:
     run_ranks(_under_fsdp2, name, (True,) * CASES[name].micro_batches, world_size=4)
 

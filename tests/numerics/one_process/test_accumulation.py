@@ -107,6 +107,7 @@ def test_accumulated_gradients_are_no_open_sizes() -> None:
     assert max(found) < CLOSE
 
 
+@pytest.mark.long
 @on_ranks()
 def test_no_sync_leaves_gradients_as_they_were() -> None:
     pair = make_pair()

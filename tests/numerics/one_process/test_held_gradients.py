@@ -100,6 +100,7 @@ def test_nothing_is_lost_and_nothing_counts_twice() -> None:
     assert {name: value for name, value in found.items() if not value < CLOSE} == {}
 
 
+@pytest.mark.long
 @on_ranks()
 def test_a_parameter_that_the_last_microbatch_does_not_use_gets_what_was_held() -> None:
     pair = make_pair("full", Branching)

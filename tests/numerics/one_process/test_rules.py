@@ -114,6 +114,7 @@ def test_each_rule_holds_what_it_promises_and_the_next_tighter_one_does_not() ->
             assert {c.rule for c in complaints(backward, limits=less)} == {"unsharded-bytes"}
 
 
+@pytest.mark.long
 def test_post_holds_one_unit_and_pre_holds_two() -> None:
     def most(prefetch: object) -> int:
         held = peak = 0

@@ -173,6 +173,7 @@ def test_two_ranks_train_to_the_bits_of_gathered_tables(name: str) -> None:
     assert all(torch.equal(one, other) for one, other in pairs)
 
 
+@pytest.mark.long
 @on_ranks()
 def test_budgets_change_no_bit_where_the_root_has_the_table() -> None:
     """Whether the least budget that an error names, and a larger one, change no bit."""
@@ -264,7 +265,7 @@ class Deep(Words):
         self.layer = nn.Sequential(*(Block(nn.Linear(2048, 8192), nn.Linear(8192, 2048)) for _ in range(6)))
 
 
-@pytest.mark.parametrize("options", [{}, {"memory_budget_gb": 16.0}, {"prefetch": 1}], ids=str)
+@long.parametrize("options", [{}, {"memory_budget_gb": 16.0}, {"prefetch": 1}], always=[{"prefetch": 1}], ids=str)
 def test_blocks_by_hand_below_a_root_with_the_table_are_planned(options: dict[str, Any]) -> None:
     with torch.device("meta"):
         model, ids = Deep(), torch.zeros(4, 2048, dtype=torch.int64)
