@@ -3,7 +3,7 @@
 - **busy**: the larger of compute and of the time of the bytes that this run has sent. A run below 100 % of it has let
   both lanes stand still; one that sends more than it must can still reach it.
 - **bound**: what no schedule that holds as much as this contender can beat. It is a simpler form of
-  `planner/lower_bound.py`, with measured compute:
+  `lower_bound.py`, with measured compute:
 
       forward  = P (N-1)/N                                    bytes that come before forward ends
       backward = (max(0, P - I - room) + P) (N-1)/N           what backward gathers again, and gradients: after that

@@ -9,7 +9,7 @@ from typing import Final
 from torch import fx, nn
 
 from fsdp_compile.cost.communicate import COPIES, Communication, Kind, own_start_of
-from fsdp_compile.cost.copies import copies_of
+from fsdp_compile.cost.copies import Copy, copies_of
 from fsdp_compile.cost.fusion import Fusion, plan_kernels
 from fsdp_compile.cost.hardware import Device, Hardware, Link, Port, Quantity
 from fsdp_compile.cost.memory import Holder, Memory, memory_of_step
@@ -34,7 +34,6 @@ from fsdp_compile.explain.units import UnitData, reads_of, unit_plan, volume
 from fsdp_compile.fsdp2.module_class import user_class
 from fsdp_compile.ir.graph import Phase, Role, StepGraph, require, role_of
 from fsdp_compile.ir.queries import aliases, module_of, unit_of
-from fsdp_compile.planner.bound_of_graphs import lower_bound, outline
 
 _LARGEST: Final = 12
 """Pieces of memory that are listed of a peak."""
@@ -68,14 +67,11 @@ def build_plan(
     made = []
     for number, (steps, held) in enumerate(zip(regions, memories, strict=True)):
         for step, memory in zip(steps, held, strict=True):
-            scheduled = schedule(step, hardware, kernels[step.graph])
-            copies = tuple(copies_of(step, kernels[step.graph]))
-            plan = dataclasses.replace(_Report(step, scheduled).plan(memory, titles), region=number, copies=copies)
-            made.append((plan, outline(step, scheduled.costs, memory, hardware)))
-    forwards = [(plan, least) for plan, least in made if plan.phase is Phase.FORWARD]
+            report = _Report(step, schedule(step, hardware, kernels[step.graph]))
+            made.append(report.plan(number, memory, titles, tuple(copies_of(step, kernels[step.graph]))))
+    forwards = [plan for plan in made if plan.phase is Phase.FORWARD]
     # Backward runs the regions in the opposite order.
-    ordered = (*forwards, *reversed([(plan, least) for plan, least in made if plan.phase is Phase.BACKWARD]))
-    graphs, outlines = [plan for plan, _ in ordered], [least for _, least in ordered]
+    graphs = [*forwards, *reversed([plan for plan in made if plan.phase is Phase.BACKWARD])]
     read = reads_of(regions)
     return Plan(
         title=user_class(model).__name__,
@@ -84,7 +80,6 @@ def build_plan(
         units=tuple(unit_plan(unit, read, training=len(graphs) > len(forwards)) for unit in units),
         graphs=tuple(graphs),
         volume=volume(graphs, units, read),
-        bound=lower_bound(outlines),
         skipped=tuple(skipped(model, units, graphs)),
         numbers=tuple(_numbers(hardware, [c for graph in graphs for c in graph.sent])),
     )
@@ -99,12 +94,12 @@ class _Report:
         self.order = step.order()
         self.scheduled = scheduled
 
-    def plan(self, memory: Memory, titles: frozenset[str]) -> GraphPlan:
-        """Everything but the region and the copies."""
+    def plan(self, region: int, memory: Memory, titles: frozenset[str], copies: tuple[Copy, ...]) -> GraphPlan:
+        """All of it."""
         timeline = self.scheduled.timeline
         return GraphPlan(
             phase=self.step.phase,
-            region=0,
+            region=region,
             nodes=len(self.nodes),
             flops=sum(cost.flops for cost in self.scheduled.costs.values()),
             compute_us=timeline.compute_us,
@@ -114,7 +109,7 @@ class _Report:
             collectives=tuple(self._collectives()),
             memory=self._memory(memory),
             spans=self._spans(titles),
-            copies=(),
+            copies=copies,
             own=tuple(self._own_collectives()),
         )
 

@@ -16,7 +16,6 @@ from fsdp_compile.explain.report import GraphPlan, Number, Skipped, UnitPlan, Vo
 from fsdp_compile.explain.scaling import Scaling
 from fsdp_compile.explain.tables import as_text, parts
 from fsdp_compile.ir.graph import Phase, StepGraph
-from fsdp_compile.planner.bound_of_graphs import LowerBound
 
 if TYPE_CHECKING:
     from fsdp_compile.explain.formulas import Formulas
@@ -31,7 +30,6 @@ class Plan:
         units: All units, in registration order.
         graphs: In the order in which they run: forwards, then backwards.
         volume: Communication of one step.
-        bound: What no schedule can beat in the same memory.
         skipped: What is not done, and why.
         numbers: What times were estimated with, and where each number comes from.
         sizes: Of the dimensions that were open when the model was traced, by name.
@@ -45,7 +43,6 @@ class Plan:
     units: tuple[UnitPlan, ...]
     graphs: tuple[GraphPlan, ...]
     volume: Volume
-    bound: LowerBound
     skipped: tuple[Skipped, ...]
     numbers: tuple[Number, ...]
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)

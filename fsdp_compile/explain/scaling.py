@@ -26,8 +26,7 @@ class Scaling:
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON: of each plan its times in us, its sizes in byte, and compute over step."""
         rows = [
-            {name: getattr(plan, name) for name in _SHOWN}
-            | {"bound_us": plan.bound.time_us, "sent_bytes": plan.volume.total_bytes}
+            {name: getattr(plan, name) for name in _SHOWN} | {"sent_bytes": plan.volume.total_bytes}
             for plan in self.rows
         ]
         return {"title": self.rows[0].title, "link": self.rows[0].hardware.links, "rows": rows}
@@ -54,7 +53,6 @@ class Scaling:
         ranks = [plan.world_size for plan in self.rows]
         times = figure.add_subplot(1, 2, 1, xlabel="ranks", ylabel="time of a step (ms)", xscale="log", yscale="log")
         times.plot(ranks, [plan.step_us / 1e3 for plan in self.rows], marker="o", label="step")
-        times.plot(ranks, [plan.bound.time_us / 1e3 for plan in self.rows], linestyle="--", label="lower bound")
         times.plot(ranks, [plan.compute_us / 1e3 for plan in self.rows], linestyle=":", label="compute")
         times.plot(ranks, [plan.communication_us / 1e3 for plan in self.rows], linestyle="-.", label="on the link")
         memory = figure.add_subplot(1, 2, 2, xlabel="ranks", ylabel="memory of a rank (GB)", xscale="log")

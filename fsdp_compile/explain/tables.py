@@ -130,25 +130,16 @@ def summary(plan: Plan) -> Iterator[tuple[str, str, str]]:
     if own:
         exposed = time(sum(c.exposed_us for c in own))
         yield "of the program", f"{len(own)} collectives", f", {exposed} of {_on_links(own)} exposed"
-    busy, bound = share(plan.busy_us, plan.step_us), plan.bound
-    why = f" ({busy} of the step), the larger of the two; the rest waits"
-    yield "compute or link", time(plan.busy_us), why
-    why = f" ({share(bound.time_us, plan.step_us)} of the step) for any schedule in this memory"
-    yield "lower bound", time(bound.time_us), why
+    busy = share(plan.busy_us, plan.step_us)
+    yield "compute or link", time(plan.busy_us), f" ({busy} of the step), the larger of the two; the rest waits"
     if peak is not None:
         has = size(plan.hardware.device.memory.value)
         yield "peak memory", size(plan.peak_bytes), f" in {peak.phase.value}, without optimizer state; of {has}"
     if plan.host_bytes:
         bus = plan.hardware.device.host.name
         yield "host memory", size(plan.host_bytes), f" of shards and gradients, without optimizer state; over {bus}"
-    total = plan.volume.total_bytes
     sent = ", ".join(f"{kind.value} {size(b)}" for kind, b in plan.volume.sent_bytes.items()) or "nothing"
-    yield "sent per rank", size(total), f": {sent}"
-    yield (
-        "minimum to send",
-        size(bound.sent_bytes),
-        f" ({share(bound.sent_bytes, total)} of it) in any schedule in this memory",
-    )
+    yield "sent per rank", size(plan.volume.total_bytes), f": {sent}"
     twice = size(plan.volume.full_sharding_bytes)
     yield "FSDP2 would send", twice, ": each parameter gathered twice and reduced once"
 

@@ -71,12 +71,6 @@ def test_volume_is_counted_and_compared_with_the_least(plan: Plan) -> None:
     gathered = 2 * 3 * BLOCK + sum(c.size_bytes for c in backward.collectives if c.kind is Kind.GATHER)
     assert plan.volume.sent_bytes[Kind.GATHER] == pytest.approx(gathered * others)
     assert 0.9 < plan.volume.total_bytes / plan.volume.full_sharding_bytes <= 1.0
-    # Biases are not needed in backward; what a plan holds in forward need not be gathered again.
-    room_bytes = plan.bound.room_bytes
-    assert 2 * MATRIX < room_bytes < 3 * 2 * BLOCK
-    again = 2 * 3 * (MATRIX + VECTOR) - room_bytes
-    assert plan.bound.sent_bytes == pytest.approx(((2 + 4) * 3 * BLOCK + max(0, again)) * others, rel=0.01)
-    assert plan.bound.sent_bytes <= plan.volume.total_bytes
 
 
 def test_places_are_in_the_order_of_a_life(plan: Plan) -> None:

@@ -26,7 +26,7 @@ def test_text_fits_80_columns_and_has_no_escapes(plan: Plan) -> None:
     assert max(map(len, text.splitlines())) <= 80
     assert "\x1b" not in text
     shown = ("blocks.0", "gather", "reduce", "peak", "skipped", "exposed")
-    first = ("compute or link", "lower bound", "minimum to send", "FSDP2 would send")
+    first = ("compute or link", "sent per rank", "FSDP2 would send")
     assert [word for word in (*shown, *first) if word not in text] == []
     assert "blocks.0..2 (3)" in text.split("forward:", maxsplit=1)[0]  # layers that are alike share a row
     assert "b_p" not in text  # no symbols of formulas

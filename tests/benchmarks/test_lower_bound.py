@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_compile.planner.lower_bound import Made, Part, Read, Step
+from benchmarks.lower_bound import Made, Part, Read, Step
 
 NAMES = ("a", "b")
 Sending = tuple[str, str]
