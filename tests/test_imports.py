@@ -189,7 +189,6 @@ explain --lower fast
 explain --device h10
 explain --link none
 explain --link 0
-explain --scaling picture.gif
 explain --hardware nowhere.json
 explain --hardware pyproject.toml --link 5
 calibrate --secnods 5

@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -39,8 +38,6 @@ _LINK: Final = "ib-400"
 _RULES: Final = ", ".join(SHORT_FORMS)
 _BUILT_IN: Final = {"width": 1024, "layers": 8, "heads": 16, "seq_len": 2048}
 _BATCH: Final = 4
-_WORLD_SIZES: Final = (8, 64, 512, 4096)
-_DRAWINGS: Final = {".svg": "save_svg", ".png": "save_png"}
 CONTRACT: Final = "a function without arguments that returns (model, args) or (model, args, kwargs)"
 
 
@@ -77,16 +74,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hardware", type=Path, metavar="FILE", help="written by fsdp-compile calibrate, instead")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="also write a trace for Perfetto")
-    parser.add_argument(
-        "--scaling", type=Path, metavar="FILE", help="also draw step time and memory over ranks, as .svg or .png"
-    )
-    parser.add_argument(
-        "--world-sizes",
-        type=int,
-        nargs="+",
-        metavar="N",
-        help=f"ranks of that picture (default: {' '.join(map(str, _WORLD_SIZES))})",
-    )
     parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
 
 
@@ -129,24 +116,11 @@ def run(arguments: argparse.Namespace) -> int:
         **kwargs,
     )
     _show(plan, arguments)
-    if arguments.scaling is not None:
-        scaling = plan.scaling(arguments.world_sizes or _WORLD_SIZES)
-        save_to(arguments.scaling, getattr(scaling, _DRAWINGS[arguments.scaling.suffix]))
     return 0
 
 
 def _check(arguments: argparse.Namespace, link: str | float) -> None:
     """Refuses names and numbers that are impossible, before torch is imported."""
-    if arguments.scaling is not None:
-        _check_picture(arguments.scaling)
-    elif arguments.world_sizes is not None:
-        raise ConfigError(
-            "--world-sizes are the numbers of ranks of a picture, and no picture is written",
-            where="--world-sizes",
-            instead="add --scaling FILE, or use --world-size N",
-        )
-    for ranks in arguments.world_sizes or ():
-        check_world_size(ranks, "--world-sizes")
     if arguments.hardware is not None:
         _check_file(arguments)
     if isinstance(link, float):
@@ -160,11 +134,10 @@ def _check(arguments: argparse.Namespace, link: str | float) -> None:
 
 def _check_link(arguments: argparse.Namespace, there: Hardware) -> None:
     """Refuses a network that was chosen, and that no group of ranks uses."""
-    sizes = [arguments.world_size, *(() if arguments.scaling is None else arguments.world_sizes or _WORLD_SIZES)]
-    if arguments.link is not None and max(sizes) <= there.local_size:
+    if arguments.link is not None and arguments.world_size <= there.local_size:
         raise ConfigError(
-            f"the {max(sizes)} ranks share a host of {there.local_size} and send on its {there.device.near.name}; "
-            f"{arguments.link} would be between hosts",
+            f"the {arguments.world_size} ranks share a host of {there.local_size} and send on its "
+            f"{there.device.near.name}; {arguments.link} would be between hosts",
             where="--link",
             instead="a larger --world-size, a smaller --ranks-per-host, or a number: GB/s per rank on every link",
         )
@@ -179,17 +152,6 @@ def _check_file(arguments: argparse.Namespace) -> None:
         )
     if not arguments.hardware.is_file():
         raise ConfigError(f"there is no file {arguments.hardware}", where="--hardware", instead="one that exists")
-
-
-def _check_picture(path: Path) -> None:
-    if find_spec("matplotlib") is None:
-        raise ConfigError(
-            "a picture takes matplotlib, which is not installed",
-            where=f"--scaling {path}",
-            instead="pip install 'fsdp-compile[plot]'",
-        )
-    if path.suffix not in _DRAWINGS:
-        raise ConfigError(f"{path} is no picture", where="--scaling", instead="a name that ends in .svg or .png")
 
 
 def _show(plan: Plan, arguments: argparse.Namespace) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,7 +13,6 @@ from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.explain.page import page, to_plain, trace_events
 from fsdp_compile.explain.report import GraphPlan, Number, Skipped, UnitPlan, Volume
-from fsdp_compile.explain.scaling import Scaling
 from fsdp_compile.explain.tables import as_text, parts
 from fsdp_compile.ir.graph import Phase, StepGraph
 
@@ -97,11 +96,6 @@ class Plan:
         return max(self.compute_us, self.communication_us)
 
     @property
-    def efficiency(self) -> float:
-        """Compute over step: 1 if no rank ever waits."""
-        return self.compute_us / self.step_us if self.step_us else 1.0
-
-    @property
     def peak_bytes(self) -> int:
         """The largest sum of live bytes in any graph."""
         return max((graph.memory.peak_bytes for graph in self.graphs), default=0)
@@ -140,20 +134,6 @@ class Plan:
         given = {"batch": batch, "sequence": sequence}
         sizes = {name: size for name, size in given.items() if size is not None}
         return self.origin("Plan.at(...)").at(self, world_size, gb_per_s, sizes)
-
-    def scaling(self, world_sizes: Sequence[int], *, gb_per_s: float | None = None) -> Scaling:
-        """Times and memory for several numbers of ranks, as rows and to be drawn; the model is not traced again.
-
-        Args:
-            world_sizes: Numbers of ranks, each with inputs of the size that this plan has.
-            gb_per_s: What one rank sends in one direction, 1e9 byte/s; by default as in this plan.
-
-        Raises:
-            ConfigError: As `at` does.
-        """
-        if not world_sizes:
-            raise ConfigError("no number of ranks is given", where="Plan.scaling([])", instead="[8, 64, 512]")
-        return Scaling(tuple(self.at(world_size=ranks, gb_per_s=gb_per_s) for ranks in world_sizes))
 
     def formulas(self) -> Formulas:
         """Bytes and times as formulas of ranks, link, batch and sequence, for the same choices as in this plan.

@@ -1,4 +1,4 @@
-"""`profile_step`: a step of a compiled model as it was planned and as it ran."""
+"""`profile_step`: a step of a compiled model as it was planned and as it ran, as numbers and as a picture."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import dataclasses
 import json
 import tempfile
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import nn
@@ -17,11 +18,9 @@ from fsdp_compile._torch.autograd import profiler_runs
 from fsdp_compile.cost.hardware import hardware_of
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.explain.api import explain
-from fsdp_compile.explain.lanes import Lane, Side, planned_side
-from fsdp_compile.explain.measured_lanes import STEP, measured_side
+from fsdp_compile.explain.lanes import STEP, Lane, Side, clipped, measured_side, planned_side
 from fsdp_compile.explain.page import to_plain
 from fsdp_compile.explain.plan import Plan
-from fsdp_compile.explain.step_drawing import draw
 from fsdp_compile.explain.tables import Table, as_text, size, time
 from fsdp_compile.fsdp2.module_class import user_class
 from fsdp_compile.fsdp2.take_over import model_of
@@ -66,7 +65,7 @@ class StepProfile:
         Raises:
             ConfigError: If matplotlib is not installed.
         """
-        return draw(self.title, self.planned, self.measured, Path(path), "png")
+        return _draw(self, Path(path), "png")
 
     def save_svg(self, path: str | Path) -> Path:
         """Draws the same into an SVG, and returns its path.
@@ -74,11 +73,75 @@ class StepProfile:
         Raises:
             ConfigError: If matplotlib is not installed.
         """
-        return draw(self.title, self.planned, self.measured, Path(path), "svg")
+        return _draw(self, Path(path), "svg")
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as dicts, lists, strings and numbers, ready for JSON; units are in the names of the fields."""
         return to_plain(self)
+
+
+_COLOURS: Final = {
+    Lane.COMPUTATION: "#3a923a",
+    Lane.GATHERS: "#2b7bba",
+    Lane.REDUCTIONS: "#c2571a",
+    Lane.OTHER: "#7d5ba6",
+}
+_LATER: Final = "#bbbbbb"
+_BAR: Final = 0.8
+_COMPARABLE: Final = 4.0
+"""Steps have one scale of time while neither is longer than so many of the other one."""
+
+
+def _draw(profiled: StepProfile, path: Path, kind: str) -> Path:
+    """Lanes above memory, the planned side on the left; times in ms, memory in MB (1e6 bytes)."""
+    if find_spec("matplotlib") is None:
+        raise ConfigError(
+            "a picture takes matplotlib, which is not installed",
+            where=f"StepProfile.save_{kind}({str(path)!r})",
+            instead="pip install 'fsdp-compile[plot]', or the numbers as data",
+        )
+    # The object interface draws without a display and without global state.
+    from matplotlib.figure import Figure
+
+    planned, measured = profiled.planned, profiled.measured
+    figure: Any = Figure(figsize=(13, 6), layout="constrained")
+    figure.suptitle(profiled.title)
+    lanes = [lane for lane in Lane if planned.lanes[lane] or measured.lanes[lane]]
+    columns = figure.subplots(2, 2, sharex="col", sharey="row").T
+    ends = [_last_us(planned), _last_us(measured)]
+    if max(ends) <= _COMPARABLE * min(ends):
+        ends = [max(ends)] * 2
+    for (top, bottom), side, name, end_us in zip(
+        columns, (planned, measured), ("planned", "measured"), ends, strict=True
+    ):
+        _draw_lanes(top, side, lanes)
+        exposed = f"exposed {side.exposed_us / 1e3:.1f} ms, peak {side.peak_bytes / 1e6:.1f} MB"
+        top.set_title(f"{name}: {side.end_us / 1e3:.1f} ms, {exposed}", loc="left", fontsize=10)
+        times, held = zip(*((at_us / 1e3, held / 1e6) for at_us, held in side.memory), strict=True)
+        bottom.fill_between(times, held, step="post", alpha=0.25, color="#475467", linewidth=0)
+        bottom.step(times, held, where="post", linewidth=1, color="#475467")
+        bottom.set(xlabel="time (ms)", xlim=(0, 1.02 * end_us / 1e3))
+        bottom.grid(visible=True, alpha=0.3)
+    columns[0][1].set_ylabel("memory over the start (MB)")
+    figure.savefig(path, dpi=150, format=kind)
+    return path
+
+
+def _draw_lanes(axes: Any, side: Side, lanes: list[Lane]) -> None:
+    for row, lane in enumerate(lanes):
+        for begin, end, colour in ((0.0, side.end_us, _COLOURS[lane]), (side.end_us, float("inf"), _LATER)):
+            bars = [(first / 1e3, (last - first) / 1e3) for first, last in clipped(side.lanes[lane], begin, end)]
+            axes.broken_barh(bars, (row - _BAR / 2, _BAR), facecolors=colour)
+    for at_us, name in ((side.backward_us, "backward"), (side.end_us, "later")):
+        if at_us < _last_us(side):
+            axes.axvline(at_us / 1e3, color="#222222", linewidth=0.8, linestyle=":")
+            axes.text(at_us / 1e3, -0.55, f" {name}", fontsize=8, verticalalignment="bottom")
+    axes.set_yticks(range(len(lanes)), [lane.value for lane in lanes])
+    axes.set_ylim(len(lanes) - 0.4, -1.0)
+
+
+def _last_us(side: Side) -> float:
+    return max(side.end_us, *(end for busy in side.lanes.values() for _, end in busy))
 
 
 def profile_step(model: Any, step: Callable[[], object], *, plan: Plan | None = None) -> StepProfile:

@@ -84,8 +84,6 @@ def test_parameters_are_gathered_in_the_dtype_that_was_asked_for(
         (["--ranks-per-host", "0"], "a host cannot have 0 ranks\n  where: --ranks-per-host"),
         (["--hardware", __file__], "where: --hardware\n"),
         (["--world-size", "0"], "cannot plan for 0 ranks\n  where: --world-size\n"),
-        (["--world-sizes", "8", "0", "--scaling", "a.svg"], "cannot plan for 0 ranks\n  where: --world-sizes\n"),
-        (["--world-sizes", "8", "64"], "no picture is written"),
     ],
 )
 def test_mistakes_are_explained(argv: list[str], says: str, module: str, capsys: pytest.CaptureFixture[str]) -> None:

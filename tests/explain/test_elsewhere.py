@@ -161,8 +161,6 @@ def test_a_part_of_the_world_does_not_grow_with_it() -> None:
         assert plan.at(gb_per_s=50.0).units == plan.units
         with pytest.raises(ConfigError, match="sharded over 4 of 16 ranks"):
             plan.at(world_size=32)
-        with pytest.raises(ConfigError, match="sharded over 4 of 16 ranks"):
-            plan.scaling([8, 16])
         with pytest.raises(ConfigError, match="1-D mesh of all ranks"):
             plan.formulas()
 

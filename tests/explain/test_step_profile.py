@@ -13,8 +13,18 @@ from torch.profiler import profile
 
 import fsdp_compile
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.explain.lanes import Lane, Side, clipped, gaps, joined, length_us, planned_side
-from fsdp_compile.explain.measured_lanes import STEP, measured_side
+from fsdp_compile.explain import step_profile
+from fsdp_compile.explain.lanes import (
+    STEP,
+    Lane,
+    Side,
+    clipped,
+    gaps,
+    joined,
+    length_us,
+    measured_side,
+    planned_side,
+)
 from fsdp_compile.explain.step_profile import StepProfile
 from tests.ranks import run_ranks
 
@@ -93,6 +103,14 @@ def test_on_a_device_kernels_are_what_runs_and_belong_to_the_phase_that_launched
 def test_a_forward_by_itself_has_no_backward() -> None:
     side = measured_side([_event(STEP, 0, 10, "user_annotation")])
     assert (side.backward_us, side.end_us) == (10, 10)
+
+
+def test_without_matplotlib_the_command_to_install_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    side = measured_side([_event(STEP, 0, 10, "user_annotation")])
+    monkeypatch.setattr(step_profile, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"pip install 'fsdp-compile\[plot\]'"):
+        StepProfile("a step", side, side).save_png(tmp_path / "step.png")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
