@@ -26,7 +26,7 @@ from benchmarks import models
 from benchmarks.command import Columns, finish, mib, ms, parser, quiet, table
 from benchmarks.models import LlamaSize
 from fsdp_compile.comm.world import World
-from fsdp_compile.parity.processes import Place, run_on_ranks
+from fsdp_compile.parity.processes import run_on_ranks
 from fsdp_compile.training.checkpoint import SaveMode, Saves
 from fsdp_compile.training.checkpoint_folder import CheckpointFolder
 
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for ranks in arguments.ranks:
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
             saving = Saving(models.SMOKE if arguments.smoke else _SIZE, Path(folder), arguments.rounds)
-            rows += run_on_ranks(run_rank, saving, _places(ranks), ranks)
+            rows += run_on_ranks(run_rank, saving, ranks, timeout_s=_TIMEOUT_S)
     columns: Columns = {"ranks": str, "contender": str, "state_bytes": mib, "stands_still_s": ms, "complete_s": ms}
     table("medians of the slowest rank", rows, columns)
     return finish(arguments, {"rounds": arguments.rounds}, rows)
@@ -151,10 +151,6 @@ def _trained(size: LlamaSize) -> tuple[nn.Module, torch.optim.Optimizer]:
     optimizer.step()
     optimizer.zero_grad()
     return model, optimizer
-
-
-def _places(ranks: int) -> Callable[[int, Path], Place]:
-    return lambda rank, store: Place(rank, ranks, store, "cpu", _TIMEOUT_S)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from benchmarks import models
 from benchmarks.command import Columns, finish, parser, quiet, table
 from benchmarks.models import LlamaSize
 from fsdp_compile._torch.inductor import compiled_graphs
-from fsdp_compile.parity.processes import Place, run_on_ranks
+from fsdp_compile.parity.processes import run_on_ranks
 
 _TIMEOUT_S = 1800
 
@@ -95,10 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _started(step: FirstStep, ranks: int) -> list[Taken]:
-    def place(rank: int, store: Path) -> Place:
-        return Place(rank, ranks, store, "cpu", _TIMEOUT_S)
-
-    found: list[Taken] = run_on_ranks(run_rank, step, place, ranks)
+    found: list[Taken] = run_on_ranks(run_rank, step, ranks, timeout_s=_TIMEOUT_S)
     return found
 
 

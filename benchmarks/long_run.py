@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from benchmarks.command import finish, parser
-from fsdp_compile.parity.processes import Place, run_on_ranks
+from fsdp_compile.parity.processes import run_on_ranks
 from fsdp_compile.training.config import TrainConfig
 from fsdp_compile.training.data import draw_batch, read_corpus
 from fsdp_compile.training.model import Llama, ModelShape
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, order in _orders(run):
         losses[f"one process, {name}"] = _single(run, order)
     losses[f"one process, {run.ranks} parts"] = _single(run, lambda rows: rows, parts=run.ranks)
-    losses[f"{run.ranks} ranks, compiled"] = run_on_ranks(_sharded, run, _places(run), run.ranks)
+    losses[f"{run.ranks} ranks, compiled"] = run_on_ranks(_sharded, run, run.ranks, timeout_s=_TIMEOUT_S)
     reference = losses["one process"]
     results = []
     for name, curve in losses.items():
@@ -100,10 +100,6 @@ def _orders(run: LongRun) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
 
 def _rows(chosen: Tensor, batch: Tensor) -> Tensor:
     return batch[chosen]
-
-
-def _places(run: LongRun) -> Callable[[int, Path], Place]:
-    return lambda rank, store: Place(rank, run.ranks, store, "cpu", _TIMEOUT_S)
 
 
 def _single(run: LongRun, order: Callable[[Tensor], Tensor], parts: int = 1) -> list[float]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import functools
 import gc
 import os
 import statistics
@@ -31,7 +30,7 @@ from benchmarks._torch import cache_folder, forget_meshes
 from benchmarks.command import finish, parser, quiet, table
 from fsdp_compile import fully_shard, no_sync
 from fsdp_compile.comm.groups import registry
-from fsdp_compile.parity.processes import Place, run_on_ranks
+from fsdp_compile.parity.processes import run_on_ranks
 
 _TIMEOUT_S = 300
 _WARM_UP = 2
@@ -70,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
     with tempfile.TemporaryDirectory(prefix="fsdp-compile-soak-") as folder:
         soak = _soak_of(arguments, folder)
-        rounds: list[dict[str, Any]] = run_on_ranks(_run, soak, functools.partial(_place, soak.ranks), soak.ranks)
+        rounds: list[dict[str, Any]] = run_on_ranks(_run, soak, soak.ranks, timeout_s=_TIMEOUT_S)
     settings = {name: value for name, value in dataclasses.asdict(soak).items() if name != "folder"}
     total = soak.rounds * soak.models
     table(
@@ -119,10 +118,6 @@ def _soak_of(arguments: argparse.Namespace, folder: str) -> Soak:
     if arguments.smoke:
         return Soak(2, 4, 2, 6, "eager", folder)
     return Soak(arguments.ranks, arguments.rounds, arguments.models, arguments.steps, arguments.lower, folder)
-
-
-def _place(ranks: int, rank: int, store: Path) -> Place:
-    return Place(rank, ranks, store, "cpu", _TIMEOUT_S)
 
 
 class _Model(nn.Module):

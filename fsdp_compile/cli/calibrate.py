@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     # Whatever is refused above is refused without measuring.
     import torch
 
-    from fsdp_compile.calibrate.run import calibrate, save
+    from fsdp_compile.calibrate import calibrate, save
     from fsdp_compile.comm.world import join_world
 
     if placement.started_here is None:

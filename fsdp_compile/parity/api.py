@@ -21,7 +21,7 @@ from fsdp_compile.parity.experiment import (
     Reference,
     mean_loss,
 )
-from fsdp_compile.parity.processes import Place, run_on_ranks
+from fsdp_compile.parity.processes import run_on_ranks
 from fsdp_compile.parity.report import ParityReport, describe
 from fsdp_compile.parity.train import first_stop_that_differs, train_both
 from fsdp_compile.pipeline import CAPTURE, passes
@@ -142,8 +142,7 @@ def measure(experiment: Experiment) -> ParityReport:
 
 def _on_ranks(fn: Callable[[Any], Any], argument: Any, of: Experiment) -> Any:
     """Calls `fn(argument)` on the ranks of an experiment."""
-    ranks, device = of.world_size, of.device_type
-    return run_on_ranks(fn, argument, lambda rank, store: Place(rank, ranks, store, device, of.timeout_s), ranks)
+    return run_on_ranks(fn, argument, of.world_size, device_type=of.device_type, timeout_s=of.timeout_s)
 
 
 def _culprit(experiment: Experiment) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import pickle
 import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
@@ -24,31 +23,17 @@ _HEAD_START_S: Final = 1.0
 """By so much the rank that fails first ends before those that fail because of it."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """One rank of a world that meets through a file.
-
-    Attributes:
-        store: The file.
-        device_type: "cpu" meets through gloo, "cuda" through NCCL.
-        timeout_s: For each collective.
-    """
-
-    rank: int
-    world_size: int
-    store: Path
-    device_type: str
-    timeout_s: float
-
-
-def run_on_ranks(fn: Callable[[Any], Any], argument: Any, place: Callable[[int, Path], Place], world_size: int) -> Any:
+def run_on_ranks(
+    fn: Callable[[Any], Any], argument: Any, world_size: int, *, device_type: str = "cpu", timeout_s: float
+) -> Any:
     """Calls `fn(argument)` on every rank of a new world and returns what rank 0 returned.
 
     Args:
         fn: A function of a module.
         argument: Something that can be pickled.
-        place: From rank and rendezvous file to the rank's place.
         world_size: Number of ranks.
+        device_type: "cpu" ranks meet through gloo, "cuda" ranks through NCCL.
+        timeout_s: For each collective.
 
     Raises:
         ConfigError: If the argument cannot be sent to another process, or a rank raised it.
@@ -65,8 +50,8 @@ def run_on_ranks(fn: Callable[[Any], Any], argument: Any, place: Callable[[int, 
         ) from error
     with tempfile.TemporaryDirectory(prefix="fsdp-compile-") as folder:
         said = Path(folder)
-        places = [place(rank, said / "store") for rank in range(world_size)]
-        ranks: Any = start_processes(_serve, (call, places, said), world_size, join=False, daemon=True)
+        arguments = (call, said, world_size, device_type, timeout_s)
+        ranks: Any = start_processes(_serve, arguments, world_size, join=False, daemon=True)
         try:
             while not ranks.join():
                 pass
@@ -97,15 +82,23 @@ def _failure(said: Path, end: ProcessExitedException, world_size: int) -> FSDPCo
     return found
 
 
-def _serve(rank: int, call: bytes, places: Sequence[Place], said: Path) -> None:
+def _serve(rank: int, call: bytes, said: Path, world_size: int, device_type: str, timeout_s: float) -> None:
     """Runs one rank from start to end."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # sent by the system when the parent has died; at once, and silent
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // len(places)))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world_size))
     file = said / str(rank)
     try:
         fn, argument = pickle.loads(call)
-        _join(places[rank])
+        if device_type == "cuda":
+            torch.cuda.set_device(rank)
+        dist.init_process_group(
+            "nccl" if device_type == "cuda" else "gloo",
+            store=dist.FileStore(str(said / "store"), world_size),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
         file.write_bytes(pickle.dumps(fn(argument)))
         dist.barrier()  # no rank leaves while another still needs it
     except BaseException as error:
@@ -124,15 +117,3 @@ def _described(error: BaseException) -> object:
         what = f"a function cannot be imported in another process: {error}"
         return ConfigError, what, "check_parity", "functions of a module, or of a script that is a file"
     return traceback.format_exc()
-
-
-def _join(place: Place) -> None:
-    if place.device_type == "cuda":
-        torch.cuda.set_device(place.rank)
-    dist.init_process_group(
-        "nccl" if place.device_type == "cuda" else "gloo",
-        store=dist.FileStore(str(place.store), place.world_size),
-        rank=place.rank,
-        world_size=place.world_size,
-        timeout=timedelta(seconds=place.timeout_s),
-    )

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_compile import RankMismatchError
-from fsdp_compile.calibrate.run import calibrate, save
+from fsdp_compile.calibrate import calibrate, save
 from fsdp_compile.cost.calibrated import KINDS, load_hardware
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.explain import explain
