@@ -114,8 +114,6 @@ def _spreads(device_type: str) -> list[_Spread]:
     world = default_mesh(device_type)
     ranks = world.size()
     local = ranks_per_host() or ranks
-    if ranks == 1:
-        return []
     found = [_spread(world.get_group(), "shard", GroupRanks(ranks), local)]
     if 1 < local < ranks and ranks % local == 0:
         mesh = mesh_of_shape(device_type, (ranks // local, local))

@@ -139,9 +139,11 @@ def node_work(
 def count_flops(node: fx.Node, sizes: Sizes = NUMBERS) -> Any:
     """FLOPs by torch's own formulas; 0 for operators without one, which are bound by memory."""
     packet = getattr(node.target, "overloadpacket", node.target)
-    formula = _ATTENTION.get(packet)
-    if formula is not None:
-        return formula(node, sizes)
+    if packet in _ATTENTION:
+        formula, factors, position = _ATTENTION[packet]
+        flops = formula(*(tuple(map(sizes.number, sizes.values(arg).shape)) for arg in node.args[:factors]))
+        causal = node.args[position] if len(node.args) > position else node.kwargs.get("is_causal", False)
+        return flops // 2 if causal is True else flops  # the kernel skips what the mask hides
     counted = flop_registry.get(packet)
     if counted is None:
         return 0
@@ -149,29 +151,12 @@ def count_flops(node: fx.Node, sizes: Sizes = NUMBERS) -> Any:
     return sizes.number(counted(*args, **kwargs, out_val=sizes.values(node)))
 
 
-def _attention(node: fx.Node, sizes: Sizes) -> Any:
-    return _causal_share(node, sdpa_flop_count(*(_shape(a, sizes) for a in node.args[:3])), position=4)
-
-
-def _attention_backward(node: fx.Node, sizes: Sizes) -> Any:
-    return _causal_share(node, sdpa_backward_flop_count(*(_shape(a, sizes) for a in node.args[:4])), position=7)
-
-
-def _causal_share(node: fx.Node, flops: Any, *, position: int) -> Any:
-    """Half, if the kernel is told to skip what a causal mask hides."""
-    causal = node.args[position] if len(node.args) > position else node.kwargs.get("is_causal", False)
-    return flops // 2 if causal is True else flops
-
-
-def _shape(arg: Any, sizes: Sizes) -> tuple[Any, ...]:
-    return tuple(sizes.number(size) for size in sizes.values(arg).shape)
-
-
 # Attention as traced on the CPU, also for devices with flash kernels; torch has no formula for it.
-_ATTENTION: dict[Any, Callable[[fx.Node, Sizes], Any]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+_ATTENTION: dict[Any, tuple[Callable[..., Any], int, int]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: (sdpa_flop_count, 3, 4),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: (sdpa_backward_flop_count, 4, 7),
 }
+"""A formula, of how many of the first arguments, and the position of `is_causal`."""
 
 
 def _read_bytes(reader: fx.Node, views: Sequence[fx.Node], sizes: Sizes) -> Any:

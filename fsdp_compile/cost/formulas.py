@@ -46,16 +46,3 @@ def collective_us(sent_bytes: Any, ranks: Any, *, launch_us: Any, hop_us: Any, b
 def copy_us(size_bytes: Any, *, launch_us: Any, bytes_per_s: Any) -> Any:
     """Time of a copy between host and device."""
     return launch_us + size_bytes * 1e6 / bytes_per_s
-
-
-def full_sharding_bytes(numel: Any, ranks: Any, *, gathers: Any, gathered_bytes: Any, reduced_bytes: Any) -> Any:
-    """What each rank sends in a step in which every parameter is gathered so often: `(gathers * b_p + b_g) P (N-1)/N`.
-
-    Args:
-        numel: Parameters, P.
-        ranks: Ranks in the shard group, N.
-        gathers: How often parameters are gathered: 2, or 1 without reshard after forward.
-        gathered_bytes: Bytes of a gathered element, b_p.
-        reduced_bytes: Bytes of a reduced gradient element, b_g; 0 for frozen parameters.
-    """
-    return (gathers * gathered_bytes + reduced_bytes) * numel * share_of_others(ranks)

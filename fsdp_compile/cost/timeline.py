@@ -253,7 +253,7 @@ def schedule(step: StepGraph, hardware: Hardware, kernels: Kernels) -> Schedule:
     costs = node_costs(step.graph, hardware, kernels)
     communications = {node: transfer_of(node, hardware) for node in step.graph.nodes if is_start(node)}
     own = {node: own_communication(node, hardware) for node in step.graph.nodes if is_own(node)}
-    return Schedule(costs, communications, own, simulate(_events(step, costs, {**communications, **own})))
+    return Schedule(costs, communications, own, simulate(_events(step.graph, costs, {**communications, **own})))
 
 
 def times_us(graph: fx.Graph, hardware: Hardware, kernels: Kernels) -> dict[fx.Node, float]:
@@ -261,16 +261,8 @@ def times_us(graph: fx.Graph, hardware: Hardware, kernels: Kernels) -> dict[fx.N
 
     That is its computing, or, where it waits for a collective of the program's own, what nothing hides of that.
     """
-    costs = node_costs(graph, hardware, kernels)
-    events: list[Event] = []
-    for node in graph.nodes:
-        if is_own(node):
-            sent = own_communication(node, hardware)
-            events.append(Start(node, sent.group, sent.alone_us, sent.link))
-        elif (start := own_start_of(node)) is not None:
-            events.append(Wait(node, start))
-        else:
-            events.append(Compute(node, costs[node].time_us))
+    own = {node: own_communication(node, hardware) for node in graph.nodes if is_own(node)}
+    events = list(_events(graph, node_costs(graph, hardware, kernels), own))
     # Between two events only the first one takes time.
     timeline = simulate(events)
     reached = [*(timeline.reached_us[event.key] for event in events), timeline.computed_until_us]
@@ -278,21 +270,21 @@ def times_us(graph: fx.Graph, hardware: Hardware, kernels: Kernels) -> dict[fx.N
 
 
 def _events(
-    step: StepGraph, costs: Mapping[fx.Node, NodeCost], communications: Mapping[fx.Node, Communication]
+    graph: fx.Graph, costs: Mapping[fx.Node, NodeCost], sent: Mapping[fx.Node, Communication]
 ) -> Iterator[Event]:
-    for node in step.graph.nodes:
-        if node in communications:
-            started = communications[node]
+    """The nodes of a graph in which only what is in `sent` takes time on a link."""
+    for node in graph.nodes:
+        waited = start_of(node) if role_of(node) in _WAITS else own_start_of(node)
+        if node in sent:
+            started = sent[node]
             # Copies in both directions pass each other on the bus.
             link = started.group if started.kind in COPIES else started.link
             yield Start(node, started.group, started.alone_us, link)
             # An exchange has no wait of its own: it blocks compute until it is done.
             if started.kind is Kind.EXCHANGE:
                 yield Wait((node, "done"), node)
-        elif (own_start := own_start_of(node)) is not None:
-            yield Wait(node, own_start)
-        elif role_of(node) in _WAITS:
-            yield Wait(node, start_of(node))
+        elif waited in sent:
+            yield Wait(node, waited)
         else:
             yield Compute(node, costs[node].time_us)
 

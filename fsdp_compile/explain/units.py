@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from fsdp_compile.cost.communicate import Kind
-from fsdp_compile.cost.formulas import full_sharding_bytes, share_of_others
+from fsdp_compile.cost.formulas import share_of_others
 from fsdp_compile.explain.report import GraphPlan, UnitPlan, Volume
 from fsdp_compile.fsdp2.unit import Model
 from fsdp_compile.ir.graph import Phase, Role, StepGraph, require
@@ -134,9 +134,7 @@ def volume(graphs: Sequence[GraphPlan], units: Sequence[UnitData], read: Reads) 
 def _full_sharding(spec: UnshardSpec, *, trained: bool, training: bool) -> float:
     gathers = 2 if training and spec.reshard is not Reshard.AFTER_BACKWARD else 1
     reduced = spec.reduce_dtype.itemsize if training and trained else 0
-    sent = full_sharding_bytes(
-        spec.numel, spec.size, gathers=gathers, gathered_bytes=gathered_bytes(spec), reduced_bytes=reduced
-    )
+    sent = (gathers * gathered_bytes(spec) + reduced) * spec.numel * share_of_others(spec.size)
     if gathers == 2 and spec.post_forward_size > 1:
         # Backward gathers over fewer ranks, what was computed with.
         again = spec.param_dtype.itemsize * share_of_others(spec.post_forward_size)

@@ -44,10 +44,6 @@ class Extent:
     elements: int
     dtype: torch.dtype
 
-    @property
-    def _lambda(self) -> float:
-        return math.sqrt(2 * math.log(2 * max(1, self.elements) * _ONCE_IN))
-
     def path(self, step: int) -> float:
         """Relative difference that a whole path of step `step` (from 0) may show."""
         return self._error(self.depth * (step + 1))
@@ -57,18 +53,13 @@ class Extent:
         return self._error(1)
 
     def _error(self, depth: int) -> float:
-        wide = _roundoff(torch.promote_types(self.dtype, torch.float32))
-        stored = math.sqrt(depth) * _roundoff(self.dtype)
-        return 2 * self._lambda * (math.sqrt(depth * self.length) * wide + (stored if self.is_narrow else 0.0))
-
-    @property
-    def is_narrow(self) -> bool:
-        """Whether results have a narrower dtype than sums."""
-        return self.dtype.itemsize < torch.float32.itemsize
-
-
-def _roundoff(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).eps / 2
+        lambda_ = math.sqrt(2 * math.log(2 * max(1, self.elements) * _ONCE_IN))
+        summed = torch.promote_types(self.dtype, torch.float32)
+        roundings = math.sqrt(depth * self.length) * torch.finfo(summed).eps / 2
+        if self.dtype != summed:
+            # A result is rounded once more, to a narrower dtype than its sum has.
+            roundings += math.sqrt(depth) * torch.finfo(self.dtype).eps / 2
+        return 2 * lambda_ * roundings
 
 
 def depth_of(loss: torch.Tensor) -> int:

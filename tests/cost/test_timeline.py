@@ -12,7 +12,7 @@ import sympy
 import torch
 
 from fsdp_compile.cost.compute import node_costs, node_work
-from fsdp_compile.cost.formulas import collective_us, full_sharding_bytes, roofline_us, share_of_others
+from fsdp_compile.cost.formulas import collective_us, roofline_us, share_of_others
 from fsdp_compile.cost.fusion import Fusion, plan_kernels
 from fsdp_compile.cost.hardware import DEVICES, LINKS, hardware, make_link
 from fsdp_compile.cost.timeline import Compute, Event, Start, Wait, simulate
@@ -183,12 +183,6 @@ def test_an_unknown_dtype_takes_the_slowest_rate() -> None:
 def test_a_roofline_is_the_slower_of_computing_and_moving() -> None:
     assert roofline_us(2e9, 1e6, 1e12, 1e12) == pytest.approx(2000.0)
     assert roofline_us(1e6, 3e9, 1e12, 1e12) == pytest.approx(3000.0)
-
-
-def test_full_sharding_sends_six_bytes_per_parameter_in_bfloat16() -> None:
-    # Gathered twice and reduced once, two bytes each: six times 1000, of which a rank holds an eighth itself.
-    assert full_sharding_bytes(1000, 8, gathers=2, gathered_bytes=2, reduced_bytes=2) == 5250
-    assert full_sharding_bytes(1000, 1, gathers=2, gathered_bytes=2, reduced_bytes=2) == 0
 
 
 def test_a_collective_takes_latency_and_bytes_over_bandwidth() -> None:
