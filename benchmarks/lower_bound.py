@@ -286,16 +286,24 @@ def outline(step: StepGraph, costs: Mapping[fx.Node, NodeCost], memory: Memory, 
         started = communication(node, hardware)
         # A measured collective may be faster than the rate of its link.
         measured = started.sent_bytes / started.alone_us * 1e6 if started.alone_us else 0.0
-        rates[started.over] = max(rates.get(started.over, 0.0), started.bytes_per_s, measured)
+        rates[_over(node)] = max(rates.get(_over(node), 0.0), started.bytes_per_s, measured)
     reads = [
         (require(node).specs[0].group, _read(node, order[node])) for node in step.nodes(Role.FULL, Role.SAVED_PARAM)
     ]
     made = [_made(node, order, hardware) for node in step.nodes(Role.REDUCE, Role.REPLICATE)]
     made.sort(key=lambda of: max(of[1].nodes, default=0))
-    sent = [communication(node, hardware) for node in step.nodes(*EXCHANGES)]
-    sent_bytes = tuple((one.over, one.sent_bytes) for one in sent)
+    sent_bytes = tuple((_over(node), communication(node, hardware).sent_bytes) for node in step.nodes(*EXCHANGES))
     held = max(memory.live_bytes(_SCHEDULED))
     return Outline(step.phase, held, Part(times_us, inputs), tuple(reads), tuple(made), sent_bytes, rates)
+
+
+def _over(start: fx.Node) -> str:
+    """The group whose ranks a collective connects: the same link, whatever other group sends on it."""
+    spec = require(start).specs[0]
+    if role_of(start) is Role.REPLICATE:
+        return spec.replicate_group
+    again = spec.post_forward_size > 1 and start.args[-1] == spec.post_forward_group
+    return spec.post_forward_group if again else spec.group
 
 
 def _read(node: fx.Node, value: int) -> Read:
@@ -326,7 +334,7 @@ def _made(start: fx.Node, order: Mapping[fx.Node, int], hardware: Hardware) -> t
     # An all-reduce of shards, which is behind the reduce-scatter: a reduce-scatter and an all-gather.
     least = 2 * full_bytes / record.specs[0].size if role_of(start) is Role.REPLICATE else full_bytes
     sent_bytes = min(least * share_of_others(sent.ranks), sent.sent_bytes)
-    return sent.over, Made(tuple(sorted(order[node] for node in sources)), sent_bytes)
+    return _over(start), Made(tuple(sorted(order[node] for node in sources)), sent_bytes)
 
 
 def lower_bound(plan: Plan) -> LowerBound:

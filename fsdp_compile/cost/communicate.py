@@ -57,7 +57,6 @@ class Communication:
 
     Attributes:
         group: Alias of the process group; of a copy, the direction on the bus.
-        over: Alias of the group whose ranks it connects, which has the same link whatever `group` sends on it.
         link: Name of the hardware's link, or bus.
         bytes_per_s: What a rank sends on it in a large message.
         ranks: Size of the group; of a copy, 1.
@@ -68,7 +67,6 @@ class Communication:
 
     kind: Kind
     group: str
-    over: str = dataclasses.field(repr=False)
     link: str
     bytes_per_s: float
     ranks: int
@@ -94,18 +92,16 @@ def copy_of(node: fx.Node, bus: Link) -> Communication:
     kind = _KINDS[require(node).role]
     size_bytes = result_bytes(node)
     time_us = copy_us(size_bytes, launch_us=bus.launch.value, bytes_per_s=bus.bytes_per_s)
-    return Communication(kind, kind.value, kind.value, bus.name, bus.bytes_per_s, 1, size_bytes, 0.0, time_us)
+    return Communication(kind, kind.value, bus.name, bus.bytes_per_s, 1, size_bytes, 0.0, time_us)
 
 
-def _over(
-    ranks: GroupRanks, hardware: Hardware, kind: Kind, size_bytes: int, *, group: str, over: str = ""
-) -> Communication:
+def _over(ranks: GroupRanks, hardware: Hardware, kind: Kind, size_bytes: int, *, group: str) -> Communication:
     """A collective of a kind over some ranks."""
     # An all-reduce is a reduce-scatter and an all-gather.
     sent_bytes = size_bytes * share_of_others(ranks.size) * (2 if kind is Kind.REPLICATE else 1)
     alone_us = hardware.collective_us(kind.value, sent_bytes, ranks)
     link, rate = hardware.link_of(ranks).name, hardware.bytes_per_s(ranks)
-    return Communication(kind, group, over or group, link, rate, ranks.size, size_bytes, sent_bytes, alone_us)
+    return Communication(kind, group, link, rate, ranks.size, size_bytes, sent_bytes, alone_us)
 
 
 def communication(node: fx.Node, hardware: Hardware) -> Communication:
@@ -114,14 +110,17 @@ def communication(node: fx.Node, hardware: Hardware) -> Communication:
     spec = require(node).specs[0]
     if kind is Kind.EXCHANGE:
         return exchange(node, spec, hardware)
-    sent_over_replicas = kind is Kind.REPLICATE
-    ranks, over = (spec.replicate_ranks, spec.replicate_group) if sent_over_replicas else (spec.shard_ranks, spec.group)
-    if spec.post_forward_size > 1 and node.args[-1] == spec.post_forward_group:
-        ranks, over = spec.post_forward_ranks, spec.post_forward_group
-    # Reduce-scatters may have a process group of their own, over the same ranks and link as all-gathers.
-    group = spec.scatter_group if kind is Kind.REDUCE else over
+    if kind is Kind.REPLICATE:
+        ranks, group = spec.replicate_ranks, spec.replicate_group
+    elif spec.post_forward_size > 1 and node.args[-1] == spec.post_forward_group:
+        ranks, group = spec.post_forward_ranks, spec.post_forward_group
+    elif kind is Kind.REDUCE:
+        # It may have a process group of its own, over the same ranks and link as all-gathers.
+        ranks, group = spec.shard_ranks, spec.scatter_group
+    else:
+        ranks, group = spec.shard_ranks, spec.group
     size_bytes = sum(map(result_bytes, [node] if kind is Kind.GATHER else node.all_input_nodes))
-    sent = _over(ranks, hardware, kind, size_bytes, group=group, over=over)
+    sent = _over(ranks, hardware, kind, size_bytes, group=group)
     messages_us = hardware.link_of(ranks).message.value * (len(tensors_of(node)) - 1)
     return dataclasses.replace(sent, alone_us=sent.alone_us + messages_us)
 

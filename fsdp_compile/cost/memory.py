@@ -138,7 +138,8 @@ class _Walk:
                 self._touch(self._all(source), position)
             self.behind[node] = self._results(node, position)
         self._name_outputs()
-        self.buffers += [self._kept(b, self.end) for b in self._left_by_forward() if b not in self.carried]
+        left = [buffer for buffer in self._left_by_forward() if buffer not in self.carried]
+        self.buffers += [dataclasses.replace(buffer, first=0, last=self.end) for buffer in left]
         outputs = {node.name: self._all(node) for node in self.step.output.all_input_nodes}
         return Memory(tuple(self.buffers), outputs, self.end + 1)
 
@@ -216,7 +217,7 @@ class _Walk:
         """A buffer that forward saved, in backward: freed after its last use unless the caller or the model has it."""
         if buffer not in self.carried:
             stays = buffer.holder in (Holder.SHARD, Holder.INPUT, Holder.OUTPUT)
-            self.carried[buffer] = self._kept(buffer, self.end if stays else 0)
+            self.carried[buffer] = dataclasses.replace(buffer, first=0, last=self.end if stays else 0)
             self.buffers.append(self.carried[buffer])
         return self.carried[buffer]
 
@@ -228,9 +229,6 @@ class _Walk:
             for buffer in (self.before.buffers if self.before is not None else ())
             if buffer.holder is Holder.OUTPUT or (buffer.node.op == "placeholder" and buffer.node.name not in taken)
         ]
-
-    def _kept(self, buffer: Buffer, last: int) -> Buffer:
-        return Buffer(buffer.node, buffer.result, buffer.size_bytes, buffer.holder, 0, last)
 
     def _name_outputs(self) -> None:
         """Tells buffers that are returned from those that are saved for backward; one that is both is returned."""
@@ -276,10 +274,15 @@ def memory_of_step(
         for step in steps:
             memories.append(memory_of(step, kernels(step), memories[0] if memories else None))
         alone.append(memories)
-    return [
-        [_beside(memory, _of_others(alone, number, graph)) for graph, memory in enumerate(memories)]
-        for number, memories in enumerate(alone)
-    ]
+    held: list[list[Memory]] = [[] for _ in alone]
+    for number, memories in enumerate(alone):
+        for graph, memory in enumerate(memories):
+            others = [
+                dataclasses.replace(buffer, first=0, last=memory.length - 1)
+                for buffer in _of_others(alone, number, graph)
+            ]
+            held[number].append(dataclasses.replace(memory, buffers=(*memory.buffers, *others)))
+    return held
 
 
 def _of_others(alone: Sequence[Sequence[Memory]], number: int, graph: int) -> Iterator[Buffer]:
@@ -305,8 +308,3 @@ def _shards(memory: Memory) -> list[Buffer]:
 def _left(memory: Memory, holders: Sequence[Holder]) -> list[Buffer]:
     """What is in memory when a graph has ended."""
     return [buffer for buffer in memory.buffers if buffer.last == memory.length - 1 and buffer.holder in holders]
-
-
-def _beside(memory: Memory, held: Iterator[Buffer]) -> Memory:
-    kept = (dataclasses.replace(buffer, first=0, last=memory.length - 1) for buffer in held)
-    return dataclasses.replace(memory, buffers=(*memory.buffers, *kept))

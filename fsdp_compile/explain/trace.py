@@ -180,59 +180,48 @@ def trace(
 
 
 def _record(gm: fx.GraphModule, examples: Sequence[Any], *, options: Mapping[str, Any]) -> Any:
-    """The backend: compiles no graph, but records what the passes make of it."""
-    inputs, checked, runs = options["inputs"], options["options"], options["runs"]
+    """The backend: compiles no graph, but records what the passes make of it.
+
+    Where sizes are open, or the number of blocks to compute again is given, graphs are captured and nothing else.
+    """
+    inputs: OpenInputs = options["inputs"]
+    checked: FSDPOptions = options["options"]
     if checked.embedding == "sharded":
         shard_lookups(gm)
-    region = _region(gm, examples, inputs, checked, runs, options["recomputed"])
+    refuse_budget_of_a_part(examples, checked, breaks=ends_in_graph_break(gm))
+    only_captured = bool(inputs.sizes) or options["recomputed"] is not None
+    captured: list[StepGraph] = []
+    whole = is_whole_model(examples)
+
+    def keep_what_fits(forward: StepGraph, backward: StepGraph) -> None:
+        captured[:] = [forward.copy(), backward.copy()]  # of the last attempt, if a budget takes several
+        if not only_captured:
+            keep(forward, backward, checked, whole=whole)
+
+    def run_passes(step: StepGraph) -> StepGraph:
+        if not captured:  # a graph without a backward
+            captured.append(step.copy())
+        return step if only_captured else transform(step, checked)
+
+    mode = detect_fake_mode([node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")])
+    region = TracedRegion(
+        flat_inputs(examples),
+        run_passes,
+        keep_what_fits,
+        may_recompute=checked.may_recompute and not only_captured,
+        captured=captured,
+        whole=whole,
+        names=dict(inputs.symbols(gm, examples)),
+        env=None if mode is None else mode.shape_env,
+        runs=options["runs"],
+        fixed=options["recomputed"],
+    )
     if checked.lower == "eager":
         return compile_eagerly(gm, examples, region)
     return compile_with_inductor(gm, examples, region, checked.inductor)
 
 
 note_backend(_record)
-
-
-def _region(
-    gm: fx.GraphModule,
-    examples: Sequence[Any],
-    inputs: OpenInputs,
-    options: FSDPOptions,
-    runs: list[Run],
-    recomputed: int | None,
-) -> TracedRegion:
-    """What receives the graphs of a Dynamo graph.
-
-    Where sizes are open, or the number of blocks to compute again is given, they are captured and nothing else.
-    """
-    only_captured = bool(inputs.sizes) or recomputed is not None
-    captured: list[StepGraph] = []
-    whole = is_whole_model(examples)
-    refuse_budget_of_a_part(examples, options, breaks=ends_in_graph_break(gm))
-
-    def keep_what_fits(forward: StepGraph, backward: StepGraph) -> None:
-        captured[:] = [forward.copy(), backward.copy()]  # of the last attempt, if a budget takes several
-        if not only_captured:
-            keep(forward, backward, options, whole=whole)
-
-    def run_passes(step: StepGraph) -> StepGraph:
-        if not captured:  # a graph without a backward
-            captured.append(step.copy())
-        return step if only_captured else transform(step, options)
-
-    mode = detect_fake_mode([node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")])
-    return TracedRegion(
-        flat_inputs(examples),
-        run_passes,
-        keep_what_fits,
-        may_recompute=options.may_recompute and not only_captured,
-        captured=captured,
-        whole=whole,
-        names=dict(inputs.symbols(gm, examples)),
-        env=None if mode is None else mode.shape_env,
-        runs=runs,
-        fixed=recomputed,
-    )
 
 
 def _caller() -> Callable[..., Any]:

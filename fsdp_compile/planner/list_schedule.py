@@ -108,9 +108,9 @@ def place(problem: Problem, *, budget_bytes: int, margin: float = 1.0) -> Placem
         raise BudgetError(budget_bytes, max(live), live.index(max(live)))
     links = sorted({1.0, margin, margin**2})
     plans = [
-        _Play(problem.slower(times), live[:], room, margin).run()
+        _Play(problem.slower(times), live[:], budget_bytes, early_bytes, margin).run()
         for times in links
-        for room in _rooms(problem, budget_bytes)
+        for early_bytes in _shares_of_gathers(problem, budget_bytes)
     ]
     chosen = _most_robust(problem, plans, links)
     return dataclasses.replace(chosen, end_us=replay(problem, chosen.issued, chosen.waits), bound_us=problem.bound_us)
@@ -125,34 +125,22 @@ def _most_robust(problem: Problem, plans: Sequence[Placement], links: Sequence[f
     return min(zip(losses, plans, strict=True), key=lambda pair: (round(pair[0], 3), pair[1].peak_bytes))[1]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Room:
-    """What may be live during each step.
-
-    Attributes:
-        budget_bytes: Of gathers and reductions together.
-        early_bytes: For each step, with a gather that is not needed yet; the rest is left to gradients.
-    """
-
-    budget_bytes: int
-    early_bytes: Sequence[int]
-
-
-def _rooms(problem: Problem, budget_bytes: int) -> Iterator[_Room]:
+def _shares_of_gathers(problem: Problem, budget_bytes: int) -> Iterator[Sequence[int]]:
     """Ways to share the budget between gathers that start early and gradients that are on the link.
 
+    Each says what may be live during each step with a gather that is not needed yet; the rest is left to gradients.
     Gathers may take it all, or leave room for the gradients that were ready last. Neither is always better: a reduction
     that must be waited for too early lets the link run dry, and so does a gather that starts too late.
     """
     steps = len(problem.steps_us)
-    yield _Room(budget_bytes, [budget_bytes] * steps)
+    yield [budget_bytes] * steps
     if problem.reductions:
         ready = {reduction.ready: reduction.held_bytes(0) for reduction in problem.reductions}
         early_bytes, latest = [], 0
         for step in range(steps):
             latest = ready.get(step, latest)
             early_bytes.append(budget_bytes - latest)
-        yield _Room(budget_bytes, early_bytes)
+        yield early_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,12 +152,19 @@ class _Stage:
 
 
 class _Play:
-    """One simulation of the steps; `live` has the bytes of each step, as far as decided."""
+    """One simulation of the steps.
 
-    def __init__(self, problem: Problem, live: list[int], room: _Room, margin: float) -> None:
+    `live` has the bytes of each step, as far as decided; they may reach `budget_bytes`, and with a gather that is not
+    needed yet `early_bytes` of the step.
+    """
+
+    def __init__(
+        self, problem: Problem, live: list[int], budget_bytes: int, early_bytes: Sequence[int], margin: float
+    ) -> None:
         self.problem = problem
         self.live = live
-        self.room = room
+        self.budget_bytes = budget_bytes
+        self.early_bytes = early_bytes
         self.latest_gathers_us = _latest_gathers_us(problem, margin)
         self.latest_copies_us = _latest_copies_us(problem, margin, self.latest_gathers_us)
         self.margin = margin
@@ -291,7 +286,7 @@ class _Play:
         late = self._is_too_late(position, self.link_free_us, self.latest_gathers_us[index])
         # While a gather starts here, the gradients of reductions that start here are still in memory.
         at_once_bytes = self.live[position] + self.ready_bytes.get(position, 0) + more_bytes
-        return late and at_once_bytes <= self.room.budget_bytes and self._fits(more_bytes, position, gather.need)
+        return late and at_once_bytes <= self.budget_bytes and self._fits(more_bytes, position, gather.need)
 
     def _delays_exchange(self, gather: Gather, position: int) -> bool:
         """Whether a gather would still be on the link when an exchange that comes before its use is reached."""
@@ -308,7 +303,7 @@ class _Play:
         return self.problem.reached_us[position + 1] + queued_us > latest_us
 
     def _fits(self, size_bytes: int, position: int, need: int) -> bool:
-        steps = zip(self.live[position:need], self.room.early_bytes[position:need], strict=False)
+        steps = zip(self.live[position:need], self.early_bytes[position:need], strict=False)
         return all(held_bytes + size_bytes <= most for held_bytes, most in steps)
 
     def _hold(self, size_bytes: int, position: int, need: int) -> None:
@@ -318,7 +313,7 @@ class _Play:
     def _hold_or_wait(self, position: int) -> None:
         """Leaves gradients on the link for one more step if they fit, else waits for the oldest."""
         last = position == len(self.problem.steps_us)
-        while self.in_flight and (last or self.live[position] + self.gradient_bytes > self.room.budget_bytes):
+        while self.in_flight and (last or self.live[position] + self.gradient_bytes > self.budget_bytes):
             self._wait(next(iter(self.in_flight)), position)
         if not last:
             self.live[position] += self.gradient_bytes
