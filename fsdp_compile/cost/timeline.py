@@ -274,7 +274,7 @@ def _events(
 ) -> Iterator[Event]:
     """The nodes of a graph in which only what is in `sent` takes time on a link."""
     for node in graph.nodes:
-        waited = start_of(node) if role_of(node) in _WAITS else own_start_of(node)
+        waited = waited_for(node)
         if node in sent:
             started = sent[node]
             # Copies in both directions pass each other on the bus.
@@ -289,8 +289,10 @@ def _events(
             yield Compute(node, costs[node].time_us)
 
 
-def start_of(node: fx.Node) -> fx.Node:
-    """The collective that a wait, or an item of a grouped one, belongs to."""
+def waited_for(node: fx.Node) -> fx.Node | None:
+    """The collective or the copy that a node waits for; `None` for one that waits for none."""
+    if role_of(node) not in _WAITS:
+        return own_start_of(node)
     while not is_start(node):
         node = node.all_input_nodes[0]
     return node

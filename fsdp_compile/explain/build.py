@@ -8,13 +8,13 @@ from typing import Final
 
 from torch import fx, nn
 
-from fsdp_compile.cost.communicate import COPIES, Communication, Kind, own_start_of
+from fsdp_compile.cost.communicate import COPIES, Communication, Kind
 from fsdp_compile.cost.copies import Copy, copies_of
 from fsdp_compile.cost.fusion import Fusion, plan_kernels
 from fsdp_compile.cost.hardware import Device, Hardware, Link, Port, Quantity
 from fsdp_compile.cost.memory import Holder, Memory, memory_of_step
 from fsdp_compile.cost.sizes import result_bytes, tensors_of
-from fsdp_compile.cost.timeline import Schedule, Times, Transfer, schedule, waits_of
+from fsdp_compile.cost.timeline import Schedule, Times, Transfer, schedule, waited_for
 from fsdp_compile.explain.plan import Plan
 from fsdp_compile.explain.report import (
     Allocation,
@@ -93,10 +93,19 @@ class _Report:
         self.nodes = list(step.graph.nodes)
         self.order = step.order()
         self.scheduled = scheduled
+        self.waits: dict[fx.Node, list[fx.Node]] = {}
+        for node in self.nodes:
+            if (start := waited_for(node)) is not None:
+                self.waits.setdefault(start, []).append(node)
 
     def plan(self, region: int, memory: Memory, titles: frozenset[str], copies: tuple[Copy, ...]) -> GraphPlan:
         """All of it."""
         timeline = self.scheduled.timeline
+        collectives = (
+            self._collective(start, sent, ", ".join(require(start).units), tuple(_messages(start, sent)))
+            for start, sent in self.scheduled.communications.items()
+        )
+        own = (self._collective(start, sent, module_of(start), ()) for start, sent in self.scheduled.own.items())
         return GraphPlan(
             phase=self.step.phase,
             region=region,
@@ -106,46 +115,30 @@ class _Report:
             communication_us=max(timeline.busy_us.values(), default=0.0),
             exposed_us=timeline.exposed_us,
             end_us=timeline.end_us,
-            collectives=tuple(self._collectives()),
+            collectives=tuple(collectives),
             memory=self._memory(memory),
             spans=self._spans(titles),
             copies=copies,
-            own=tuple(self._own_collectives()),
+            own=tuple(own),
         )
 
     def _place(self, node: fx.Node) -> Place:
         return Place(node.name, self.order[node], module_of(node), self.scheduled.timeline.reached_us[node])
 
-    def _collectives(self) -> Iterator[Collective]:
-        """Every collective and every copy of ours, in the order in which they start."""
-        for start, sent in self.scheduled.communications.items():
-            waits = sorted(waits_of(start), key=self.order.__getitem__)
-            made = self._collective(start, sent, waits, ", ".join(require(start).units), tuple(_messages(start, sent)))
-            if sent.kind is Kind.GATHER:
-                users = {user for node in aliases(waits) for user in node.users}
-                reshards = {user for user in users if role_of(user) is Role.RESHARD}
-                last_use, reshard = (
-                    self._place(max(found, key=self.order.__getitem__)) if found else None
-                    for found in (users - reshards, reshards)
-                )
-                made = dataclasses.replace(made, last_use=last_use, reshard=reshard)
-            yield made
-
-    def _own_collectives(self) -> Iterator[Collective]:
-        """The same of the program's own collectives, whose results are in memory as any other value."""
-        waits: dict[fx.Node, list[fx.Node]] = {start: [] for start in self.scheduled.own}
-        for node in self.nodes:
-            if (start := own_start_of(node)) is not None:
-                waits[start].append(node)
-        for start, sent in self.scheduled.own.items():
-            yield self._collective(start, sent, waits[start], module_of(start), ())
-
-    def _collective(
-        self, start: fx.Node, sent: Communication, waits: Sequence[fx.Node], unit: str, messages: tuple[Message, ...]
-    ) -> Collective:
-        """One collective; `waits` in graph order."""
+    def _collective(self, start: fx.Node, sent: Communication, unit: str, messages: tuple[Message, ...]) -> Collective:
+        """One collective, or one copy."""
+        waits = self.waits.get(start, [])
         transfer = self.scheduled.timeline.transfers[start]
         exposure, reason = _exposure(transfer)
+        last_use = reshard = None
+        # Results of the program's own collectives are in memory as any other value.
+        if role_of(start) is Role.GATHER:
+            users = {user for node in aliases(waits) for user in node.users}
+            reshards = {user for user in users if role_of(user) is Role.RESHARD}
+            last_use, reshard = (
+                self._place(max(found, key=self.order.__getitem__)) if found else None
+                for found in (users - reshards, reshards)
+            )
         return Collective(
             **vars(sent),
             **{field.name: getattr(transfer, field.name) for field in dataclasses.fields(Times)},
@@ -154,8 +147,8 @@ class _Report:
             dtype=str(tensors_of(waits[0] if waits else start)[0].dtype).removeprefix("torch."),
             start=self._place(start),
             wait=self._place(waits[0]) if waits else None,
-            last_use=None,
-            reshard=None,
+            last_use=last_use,
+            reshard=reshard,
             exposure=exposure,
             reason=reason,
         )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fsdp_compile.cost.memory import Holder
 from fsdp_compile.explain import tables
-from fsdp_compile.explain.report import Collective, GraphPlan, MemoryCurve
+from fsdp_compile.explain.report import GraphPlan, MemoryCurve
 
 if TYPE_CHECKING:
     from fsdp_compile.explain.plan import Plan
@@ -85,22 +85,14 @@ def _thinned(memory: MemoryCurve, end_us: float) -> Iterator[dict[str, Any]]:
         }
 
 
-_COMPUTE: Final = 0
-_STALLS: Final = 1
-
-
 def trace_events(plan: Plan) -> dict[str, Any]:
     """All lanes and the memory curve in the Trace Event format of Perfetto and chrome://tracing; times in us."""
-    lanes = {"compute": _COMPUTE, "exposed": _STALLS}
-    lanes |= {lane: number for number, lane in enumerate(plan.lanes, start=_STALLS + 1)}
-    events = [_event("M", "process_name", _COMPUTE, args={"name": f"{plan.title} on {plan.world_size} ranks"})]
+    lanes = {name: number for number, name in enumerate(("compute", "exposed", *plan.lanes))}
+    events = [_event("M", "process_name", 0, args={"name": f"{plan.title} on {plan.world_size} ranks"})]
     events += [_event("M", "thread_name", number, args={"name": name}) for name, number in lanes.items()]
     offset = 0.0
     for graph in plan.graphs:
-        events += _compute(graph, offset)
-        for collective in graph.sent:
-            events += _collective(collective, lanes[collective.lane], offset)
-        events += _memory(graph, offset)
+        events += _events(graph, lanes, offset)
         offset += graph.end_us
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
@@ -109,28 +101,27 @@ def _event(kind: str, name: str, lane: int, **more: Any) -> dict[str, Any]:
     return {"ph": kind, "name": name, "pid": 1, "tid": lane, **more}
 
 
-def _compute(graph: GraphPlan, offset: float) -> Iterator[dict[str, Any]]:
+def _events(graph: GraphPlan, lanes: Mapping[str, int], offset: float) -> Iterator[dict[str, Any]]:
+    """What a graph that begins at `offset` computes, sends and holds."""
+
+    def run(name: str, lane: str, begin_us: float, taken_us: float, args: dict[str, Any]) -> dict[str, Any]:
+        return _event("X", name, lanes[lane], ts=offset + begin_us, dur=taken_us, args=args)
+
+    args: dict[str, Any]
     for span in graph.spans:
         args = {"phase": graph.phase.value, "first": span.first, "last": span.last, "flops": span.flops}
-        begin, taken = offset + span.begin_us, span.end_us - span.begin_us
-        yield _event("X", span.where or "compute", _COMPUTE, ts=begin, dur=taken, args=args)
-
-
-def _collective(c: Collective, lane: int, offset: float) -> Iterator[dict[str, Any]]:
-    shown = ("size_bytes", "sent_bytes", "dtype", "parameters", "exposed_us", "reason")
-    args = {name: to_plain(getattr(c, name)) for name in shown}
-    args |= {"start": c.start.node, "wait": c.wait.node if c.wait is not None else None}
-    name = f"{c.kind.value} {c.unit}"
-    yield _event("X", name, lane, ts=offset + c.begin_us, dur=c.time_us, args=args)
-    if c.exposed_us > 0:
-        yield _event("X", f"waits for {name}", _STALLS, ts=offset + c.end_us - c.exposed_us, dur=c.exposed_us, args={})
-
-
-def _memory(graph: GraphPlan, offset: float) -> Iterator[dict[str, Any]]:
-    """One counter event wherever some sum changes; its tracks are stacked."""
+        yield run(span.where or "compute", "compute", span.begin_us, span.end_us - span.begin_us, args)
+    for c in graph.sent:
+        shown = ("size_bytes", "sent_bytes", "dtype", "parameters", "exposed_us", "reason")
+        args = {name: to_plain(getattr(c, name)) for name in shown}
+        args |= {"start": c.start.node, "wait": c.wait.node if c.wait is not None else None}
+        yield run(f"{c.kind.value} {c.unit}", c.lane, c.begin_us, c.time_us, args)
+        if c.exposed_us > 0:
+            yield run(f"waits for {c.kind.value} {c.unit}", "exposed", c.end_us - c.exposed_us, c.exposed_us, {})
+    # One counter event wherever some sum changes; its tracks are stacked.
     before: tuple[int, ...] = ()
     for time_us, live in zip(graph.memory.time_us, zip(*graph.memory.live_bytes.values(), strict=True), strict=True):
         if live != before:
             named = {holder.value: held for holder, held in zip(graph.memory.live_bytes, live, strict=True)}
-            yield _event("C", "live bytes", _COMPUTE, ts=offset + time_us, args=named)
+            yield _event("C", "live bytes", lanes["compute"], ts=offset + time_us, args=named)
             before = live

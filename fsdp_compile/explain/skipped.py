@@ -38,10 +38,14 @@ def skipped(model: nn.Module, units: Sequence[UnitData], graphs: Sequence[GraphP
 
 def not_in_graphs(units: Sequence[Unit]) -> Iterator[Skipped]:
     """Units of a model that has run for which nothing was compiled, so that its graphs do not count them."""
-    compiled = {unit for unit in units if any(region.steps for region in unit.compiled_regions.values())}
-    names = [unit.title for unit in units if unit.groups and unit not in compiled]
     why = "nothing was compiled for it: it has not run, or it runs the code of a unit that is laid out alike"
-    yield from _some(names, "not in the numbers", why)
+    yield from _some(not_compiled(units), "not in the numbers", why)
+
+
+def not_compiled(units: Sequence[Unit]) -> list[str]:
+    """Units with parameters for which nothing was compiled."""
+    compiled = {unit for unit in units if any(region.steps for region in unit.compiled_regions.values())}
+    return [unit.title for unit in units if unit.groups and unit not in compiled]
 
 
 def _graph_breaks(graphs: Sequence[GraphPlan]) -> Iterator[Skipped]:

@@ -21,6 +21,7 @@ from fsdp_compile.explain.api import explain
 from fsdp_compile.explain.lanes import STEP, Lane, Side, clipped, measured_side, planned_side
 from fsdp_compile.explain.page import to_plain
 from fsdp_compile.explain.plan import Plan
+from fsdp_compile.explain.skipped import not_compiled
 from fsdp_compile.explain.tables import Table, as_text, size, time
 from fsdp_compile.fsdp2.module_class import user_class
 from fsdp_compile.fsdp2.take_over import model_of
@@ -191,9 +192,7 @@ def _plan_of(model: nn.Module) -> Plan:
             where=f"profile_step({user_class(plain).__name__}, step)",
             instead="two steps of the compiled model first",
         )
-    compiled = {unit for unit in taken.units if any(region.steps for region in unit.compiled_regions.values())}
-    shares = [unit.title for unit in taken.units if unit.groups and unit not in compiled]
-    if shares:
+    if shares := not_compiled(taken.units):
         raise ConfigError(
             f"unit {shares[0]} shares the code of another one, so the graphs that ran are not the whole step",
             where=f"profile_step({user_class(plain).__name__}, step)",
