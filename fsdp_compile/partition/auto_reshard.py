@@ -3,15 +3,20 @@
     forward:   %w = fsdp_compile.unshard(%flat, spec) ... return (%y, %saved)   ->   return (%y, %w, %saved)
     backward:  %w = fsdp_compile.unshard(%flat, spec)                           ->   %w is an input
 
-`planner/auto_reshard.py` chooses the flat parameters. The choice takes both graphs, so it is made after the partition.
-It is made only where one graph is the whole model (several would each use the memory of all), and only for planned
-schedules.
+The choice takes both graphs, so it is made after the partition. It is made only where one graph is the whole model
+(several would each use the memory of all), and only for planned schedules.
+
+Each saved byte spares the link as much as any other, so the bucket that is unused for the shortest time comes first:
+the one that forward uses last and backward needs first. Of the numbers of buckets that fit, the smallest is taken that
+brings the step as near to its least estimated time as any, on a link as estimated and on one that is `margin` times
+slower.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import operator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import fx
@@ -23,8 +28,121 @@ from fsdp_compile.ir.graph import KEY, Phase, Record, Role, StepGraph, require
 from fsdp_compile.ir.queries import read_text, unsharded_value
 from fsdp_compile.layout.spec import Reshard, parse
 from fsdp_compile.ops.unshard import UNSHARD
-from fsdp_compile.planner.auto_reshard import Halves, Pair, keep
 from fsdp_compile.planner.from_graph import Outlined, accumulated_bytes, outline
+from fsdp_compile.planner.list_schedule import place
+from fsdp_compile.planner.problem import Problem, Saved
+from fsdp_compile.planner.replay import replay
+
+NEAR = 1.002
+"""Times that differ by less than this count as the same: estimates are no better than that."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """A bucket that both graphs gather, by its number among the gathers of each."""
+
+    forward: int
+    backward: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Halves:
+    """The problems of forward and backward."""
+
+    forward: Problem
+    backward: Problem
+
+    def keeping(self, pairs: Sequence[Pair]) -> Halves:
+        """The same step, if these buckets stay unsharded."""
+        backward = _without(self.backward, [pair.backward for pair in pairs])
+        numbers = [pair.forward for pair in pairs]
+        gathers = tuple(
+            dataclasses.replace(gather, kept=True) if index in numbers else gather
+            for index, gather in enumerate(self.forward.gathers)
+        )
+        held = [(g.free, len(self.forward.steps_us), g.size_bytes) for i, g in enumerate(gathers) if i in numbers]
+        least = _with(self.forward, held)
+        return Halves(dataclasses.replace(self.forward, gathers=gathers, least_bytes=least), backward)
+
+
+def _without(problem: Problem, numbers: Sequence[int]) -> Problem:
+    """A graph that finds some of its buckets in memory, and does not gather them."""
+    found = [problem.gathers[number] for number in numbers]
+    left = tuple(gather for number, gather in enumerate(problem.gathers) if number not in numbers)
+    waiting = [(0, gather.need, gather.size_bytes) for gather in found]
+    saved = tuple(Saved(need=g.need, free=g.free, size_bytes=g.size_bytes) for g in found)
+    return dataclasses.replace(problem, gathers=left, saved=saved, least_bytes=_with(problem, waiting))
+
+
+def choose(step: Halves, pairs: Sequence[Pair], *, budget_bytes: int | None, margin: float) -> tuple[Pair, ...]:
+    """The buckets that stay unsharded from forward to backward.
+
+    Args:
+        step: Both graphs, if all buckets are resharded.
+        pairs: Buckets that may stay.
+        budget_bytes: Most bytes of everything that may be live in either graph; `least_bytes` of both are known then.
+            `None` for what a schedule without a budget may use.
+        margin: How much slower than estimated the link may be.
+    """
+    forward, backward = step.forward, step.backward
+
+    def held_us(pair: Pair) -> float:
+        """How long a bucket would be in memory without being used."""
+        after_us = forward.compute_us - forward.reached_us[forward.gathers[pair.forward].free]
+        return after_us + backward.reached_us[backward.gathers[pair.backward].need]
+
+    first = sorted(pairs, key=held_us)
+    found: dict[int, tuple[float, ...]] = {}
+    for count in _counts(len(first)):
+        kept = step.keeping(first[:count])
+        if count and not _fits(step, kept, budget_bytes):
+            break
+        found[count] = _times_us(kept, budget_bytes, margin)
+    least_us = [min(column) for column in zip(*found.values(), strict=True)]
+
+    def lost(count: int) -> float:
+        return max(us / least if least else 1.0 for us, least in zip(found[count], least_us, strict=True))
+
+    best = min(found, key=lambda count: (max(NEAR, lost(count)), count))
+    return tuple(first[:best])
+
+
+def _counts(most: int) -> Iterator[int]:
+    """Numbers of buckets to try: every small one, then in steps of about a fifth, since each one costs a plan."""
+    count = 0
+    while count < most:
+        yield count
+        count += 1 + count // 5
+    yield most
+
+
+def _fits(step: Halves, kept: Halves, budget_bytes: int | None) -> bool:
+    """Whether both graphs stay within their budgets."""
+    for before, after in ((step.forward, kept.forward), (step.backward, kept.backward)):
+        # Under a budget for everything, a schedule still needs room to prefetch one bucket and to reduce another.
+        room = before.promised_bytes - max(before.in_use_bytes(), default=0)
+        most = before.promised_bytes if budget_bytes is None else budget_bytes - room
+        if max(after.least_live_bytes(), default=0) > most:
+            return False
+    return True
+
+
+def _times_us(step: Halves, budget_bytes: int | None, margin: float) -> tuple[float, ...]:
+    """Estimated time of both graphs, on the link as estimated and on a slower one."""
+    plans = []
+    for half in (step.forward, step.backward):
+        # At least what the problem needs: the pass that plans the graph reports a budget that is too small.
+        most = half.promised_bytes if budget_bytes is None else budget_bytes
+        most = max(most, max(half.least_live_bytes(), default=0))
+        plans.append((half, place(half, budget_bytes=most, margin=margin)))
+    return tuple(
+        sum(replay(half.slower(times), plan.issued, plan.waits) for half, plan in plans) for times in (1.0, margin)
+    )
+
+
+def _with(problem: Problem, held: Sequence[tuple[int, int, int]]) -> tuple[int, ...]:
+    """What a problem holds at least, if it holds more; empty where not everything is counted."""
+    return tuple(map(operator.add, problem.least_bytes, problem.sums(held)))
 
 
 def asks_for_choice(step: StepGraph) -> bool:
@@ -60,7 +178,7 @@ def keep_unsharded(
     first, second = (outline(step, hardware, fusion, everything=everything) for step in (forward, backward))
     pairs = _pairs(forward, backward, first, second)
     halves = Halves(first.problem, second.problem)
-    chosen = keep(halves, pairs, budget_bytes=budget_bytes, margin=margin)
+    chosen = choose(halves, pairs, budget_bytes=budget_bytes, margin=margin)
     kept = [second.flats[pair.backward] for pair in chosen]
     for name in kept:
         _keep(forward, backward, name)

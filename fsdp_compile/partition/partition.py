@@ -13,27 +13,30 @@ is computed again there: forward has all three, and needs only the first; backwa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import fx
 
 from fsdp_compile._torch.dynamo import (
     CheckpointPolicy,
     SavedForBackwardsAOTOutput,
     min_cut_rematerialization_partition,
+    updated_input,
 )
-from fsdp_compile.ir.edit import GraphBuilder
+from fsdp_compile.cost.sizes import concrete
+from fsdp_compile.ir.edit import GraphBuilder, infer_value
 from fsdp_compile.ir.graph import Phase, Role, require
-from fsdp_compile.ir.queries import parameter_only, read_text, unsharded_value
+from fsdp_compile.ir.queries import aliases, is_alias, parameter_only, read_text, unsharded_value, written
 from fsdp_compile.layout.spec import Reshard, Update, parse
 from fsdp_compile.ops.embedding import LOOK_UP
 from fsdp_compile.ops.post_forward import SHARD_POST_FORWARD, UNSHARD_POST_FORWARD
 from fsdp_compile.ops.unshard import UNSHARD
 from fsdp_compile.partition.cast_before_gather import cast_before_gather
-from fsdp_compile.partition.empty_values import counted, restore
 from fsdp_compile.partition.recompute import blocks, recompute
-from fsdp_compile.partition.updated_inputs import save_copies_of_updated_inputs
 
 _LAST_REGION = 1 << 60
 """Later than any checkpointed region: a result that crosses into a later region would be saved (AC's own rule)."""
@@ -80,10 +83,10 @@ def partition(
     keep_from_hooks(joint.graph)
     kwargs.setdefault("compiler", "inductor")
     results = joint.graph.output_node().meta.get("desc")
-    with counted(joint.graph) as stand_ins:
+    with _counted(joint.graph) as stand_ins:
         forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
         for half in (forward, backward):
-            restore(half.graph.nodes, stand_ins)
+            _restore(half.graph.nodes, stand_ins)
     if results is not None:
         _describe_results(forward.graph.output_node(), results[: kwargs["num_fwd_outputs"]])
     save_copies_of_updated_inputs(forward.graph, backward.graph, kwargs["num_fwd_outputs"])
@@ -124,3 +127,103 @@ def shard_post_forward(joint: fx.Graph) -> None:
                 user.replace_input_with(marker, again)
         for marker in markers[1:]:
             joint.erase_node(marker)
+
+
+@contextmanager
+def _counted(graph: fx.Graph) -> Iterator[dict[torch.Tensor, torch.Tensor]]:
+    """Gives empty values a size in the block; yields what stands in the place of each, for copies of the nodes.
+
+    A rank without rows has activations of no bytes. To save them costs nothing, so the min-cut partitioner would save
+    them where other ranks compute theirs again, and backward would gather other parameters than theirs. While a graph
+    is partitioned, each has the size that it has for an input of one row.
+    """
+    stand_ins: dict[torch.Tensor, torch.Tensor] = {}
+    rows: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor) or not any(map(_is_empty, value.shape)):
+            continue
+        source = next((one for one in node.all_input_nodes if one in rows), None)
+        row = math.prod(concrete(size) for size in value.shape if not _is_empty(size))  # the other dimensions
+        rows[node] = 1 if source is None else rows[source]
+        if source is not None and is_alias(node):  # the same elements, in other rows
+            rows[node] = max(1, source.meta["val"].numel() // row)
+        node.meta["val"] = value.new_empty([rows[node] * row])
+        stand_ins[node.meta["val"]] = value
+    try:
+        yield stand_ins
+    finally:
+        _restore(graph.nodes, stand_ins)
+
+
+def _restore(nodes: Iterable[fx.Node], stand_ins: dict[torch.Tensor, torch.Tensor]) -> None:
+    """Gives nodes their own values back."""
+    for node in nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value in stand_ins:
+            node.meta["val"] = stand_ins[value]
+
+
+def _is_empty(size: object) -> bool:
+    return isinstance(size, int) and size == 0  # an open size is never compared, which would be a guard
+
+
+def save_copies_of_updated_inputs(forward: fx.Graph, backward: fx.Graph, results: int) -> None:
+    """Saves copies of inputs that forward updates, and of views of them, where backward needs them.
+
+    A checkpointed batch norm reads its running statistics and returns new ones; a model scales by a counter that it
+    increments. The partitioner saves such inputs as they are, to recompute in backward what was computed from them; by
+    then the new values are in their memory. Autograd refuses them where the forward returns new values, and does not
+    notice where the graph itself writes them.
+
+        %y = sub(%h, %mean); copy_(%mean, %new); return (%y, %h, %mean)
+        ->   %old = clone(%mean); %y = sub(%h, %mean); copy_(%mean, %new); return (%y, %h, %old)
+
+    So a copy that the model makes, to have the old value in backward, is made as well: to Inductor it is a no-op.
+
+    Args:
+        forward: A graph, whose outputs are described if it returns new values.
+        backward: Its backward.
+        results: How many of the first outputs of `forward` are not saved.
+    """
+    output = forward.output_node()
+    returned = output.args[0]
+    assert isinstance(returned, tuple | list)
+    updated = frozenset(aliases(_updated_inputs(forward)))
+    saved: list[Any] = list(returned[results:])
+    copies = {node: _copy(node) for node in saved if node in updated}
+    output.args = ((*returned[:results], *(copies.get(node, node) for node in saved)),)
+    names = {node.name: copy.name for node, copy in copies.items()}
+    for node in backward.find_nodes(op="placeholder"):
+        if node.name in names:
+            _rename(node, names[node.name])
+
+
+def _updated_inputs(forward: fx.Graph) -> list[fx.Node]:
+    """Inputs whose new values the graph returns, as its outputs are described, or writes, as Inductor asks for."""
+    described = forward.output_node().meta.get("desc") or ()
+    updated = set(map(updated_input, described)) - {None}
+    inside = frozenset(written(forward))
+    inputs = forward.find_nodes(op="placeholder")
+    return [node for node in inputs if node in inside or node.meta.get("desc") in updated]
+
+
+def _copy(node: fx.Node) -> fx.Node:
+    """A copy of a value, made before the graph writes it."""
+    after = node if node.op != "placeholder" else node.graph.find_nodes(op="placeholder")[-1]
+    with node.graph.inserting_after(after):
+        # The backward's input gets this name too: it has to be free there, where names like "clone" are taken.
+        copy = node.graph.create_node(
+            "call_function", torch.ops.aten.clone.default, (node,), name=f"before_update_of_{node.name}"
+        )
+    copy.meta["val"] = infer_value(copy)
+    return copy
+
+
+def _rename(placeholder: fx.Node, name: str) -> None:
+    """Gives an input of backward the name of what forward saves for it, by which it is found."""
+    with placeholder.graph.inserting_before(placeholder):
+        renamed = placeholder.graph.placeholder(name)
+    renamed.meta = placeholder.meta
+    placeholder.replace_all_uses_with(renamed)
+    placeholder.graph.erase_node(placeholder)

@@ -180,14 +180,14 @@ class Problem:
         end = len(self.steps_us)
         held = [(g.need, end if g.kept else g.free, g.size_bytes) for g in self.gathers]
         held += [(0, saved.free, saved.size_bytes) for saved in self.saved]
-        return self._sums([*held, *((r.born, r.ready, r.size_bytes) for r in self.reductions)])
+        return self.sums([*held, *((r.born, r.ready, r.size_bytes) for r in self.reductions)])
 
     def in_use_bytes(self) -> list[int]:
         """The same if every bucket were resharded after forward, and no unit were split."""
         gathered = [(min(g.need for g in unit), max(g.free for g in unit), _bytes(unit)) for unit in self._gathered]
         kept = [(saved.need, saved.free, saved.size_bytes) for saved in self.saved]
         reduced = [(min(r.born for r in unit), max(r.ready for r in unit), _bytes(unit)) for unit in self._reduced]
-        return self._sums([*gathered, *kept, *reduced])
+        return self.sums([*gathered, *kept, *reduced])
 
     @property
     def promised_bytes(self) -> int:
@@ -207,7 +207,8 @@ class Problem:
     def _reduced(self) -> list[list[Reduction]]:
         return _by_unit(self.reductions)
 
-    def _sums(self, held: Iterable[tuple[int, int, int]]) -> list[int]:
+    def sums(self, held: Iterable[tuple[int, int, int]]) -> list[int]:
+        """Bytes during each step of what is held from one position to another."""
         change = [0] * (len(self.steps_us) + 1)
         for begin, end, size_bytes in held:
             change[begin] += size_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fsdp_compile.partition.updated_inputs import save_copies_of_updated_inputs
+from fsdp_compile.partition.partition import save_copies_of_updated_inputs
 
 aten = torch.ops.aten
 

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import ShardingStrategy
 from fsdp_compile import BudgetTooSmallError, explain, step_in_backward
 from fsdp_compile.cost.hardware import hardware
 from fsdp_compile.explain.plan import Plan
-from fsdp_compile.planner.auto_reshard import Halves, Pair, keep
+from fsdp_compile.partition.auto_reshard import Halves, Pair, choose
 from fsdp_compile.planner.list_schedule import place
 from fsdp_compile.planner.problem import Gather, Problem, Reduction, Saved, for_graphs, of_graphs
 
@@ -73,19 +73,19 @@ def pairs(count: int) -> tuple[Pair, ...]:
 
 def test_without_a_budget_two_units_are_kept_where_the_link_is_the_bottleneck() -> None:
     step = layers(6, compute_us=10.0, link_us=30.0)
-    assert keep(step, pairs(6), budget_bytes=None, margin=MARGIN) == (Pair(5, 0), Pair(4, 1))
+    assert choose(step, pairs(6), budget_bytes=None, margin=MARGIN) == (Pair(5, 0), Pair(4, 1))
 
 
 def test_nothing_is_kept_that_spares_no_time() -> None:
     step = layers(6, compute_us=10.0, link_us=0.0)
-    assert keep(step, pairs(6), budget_bytes=None, margin=MARGIN) == ()
+    assert choose(step, pairs(6), budget_bytes=None, margin=MARGIN) == ()
 
 
 @pytest.mark.parametrize(("budget_bytes", "kept"), [(119, 0), (120, 1), (130, 2), (140, 3), (160, 5), (170, 6)])
 def test_of_a_budget_what_is_left_is_kept_and_one_bucket_of_each_kind_stays_free(budget_bytes: int, kept: int) -> None:
     """Each graph holds 100 bytes without anything early or kept; backward has a gather and a reduction to hide."""
     step = layers(6, compute_us=10.0, link_us=1000.0, least=(100, 100))
-    chosen = keep(step, pairs(6), budget_bytes=budget_bytes, margin=MARGIN)
+    chosen = choose(step, pairs(6), budget_bytes=budget_bytes, margin=MARGIN)
     assert len(chosen) == kept
     assert set(chosen) == set(sorted(pairs(6), key=lambda pair: -pair.forward)[:kept])
 
@@ -94,7 +94,7 @@ def test_of_a_budget_what_is_left_is_kept_and_one_bucket_of_each_kind_stays_free
 @settings(max_examples=60, deadline=None)
 def test_what_is_kept_keeps_what_was_promised(count: int, compute_us: int, link_us: int) -> None:
     step = layers(count, compute_us=float(compute_us), link_us=float(link_us))
-    kept = step.keeping(keep(step, pairs(count), budget_bytes=None, margin=MARGIN))
+    kept = step.keeping(choose(step, pairs(count), budget_bytes=None, margin=MARGIN))
     for before, after in ((step.forward, kept.forward), (step.backward, kept.backward)):
         assert max(after.least_live_bytes()) <= before.promised_bytes == after.promised_bytes
         plan = place(after, budget_bytes=before.promised_bytes, margin=MARGIN)
