@@ -49,7 +49,8 @@ def stand_in(model: M) -> M:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         _refuse_split(tensor, f"explain({type(model).__name__}), {name}")
     for name, parameter in model.named_parameters():
-        if _is_extended(parameter):
+        is_plain = issubclass(type(parameter), FakeTensor | nn.Parameter)
+        if not is_plain or any(hasattr(parameter, f"fsdp_{when}_all_gather") for when in ("pre", "post")):
             raise UnsupportedModelError(
                 f"a parameter of class {type(parameter).__qualname__} defines how it is gathered (an all-gather "
                 "extension), and its methods may ask for values, which this copy of the model has not",
@@ -73,12 +74,6 @@ def stand_in(model: M) -> M:
             where=f"explain({type(model).__name__})",
             instead="keep process groups, locks, files and results of earlier computations out of its attributes",
         ) from error
-
-
-def _is_extended(parameter: nn.Parameter) -> bool:
-    """Whether a parameter is more than its elements, or has methods of the protocol of all-gather extensions."""
-    is_plain = issubclass(type(parameter), FakeTensor | nn.Parameter)
-    return not is_plain or any(hasattr(parameter, f"fsdp_{when}_all_gather") for when in ("pre", "post"))
 
 
 def hollow(tensor: torch.Tensor) -> torch.Tensor:
