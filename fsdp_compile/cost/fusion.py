@@ -140,8 +140,12 @@ def plan_kernels(graph: fx.Graph, fusion: Fusion) -> Kernels:
         return Kernels(of, frozenset(), fused=False)
     inner = {node for node in of if is_fusible(node) and WRITTEN not in node.meta and _stays_inside(node, of)}
     place = {node: number for number, node in enumerate(graph.nodes)}
-    pointwise = [node for node in of if node not in inner and is_fusible(node) and not _reduces(node)]
-    written = [node for node in pointwise if WRITTEN not in node.meta]
+    written = [
+        node
+        for node in of
+        if node not in inner and is_fusible(node) and WRITTEN not in node.meta
+        if getattr(node.target, "overloadpacket", None) not in _REDUCTIONS
+    ]
     forced = {node: _forced_by(node, place) for node in written}
     later = {node: by for node, by in forced.items() if by is not None and by is not node}
     return Kernels(of, frozenset(inner), fused=True, forced=later)
@@ -178,10 +182,6 @@ def _forced_by(node: fx.Node, place: Mapping[fx.Node, int]) -> fx.Node | None:
     found = [_forced_by(view, place) for view in views] + [user for user in others if user.op != "output"]
     forcing = [user for user in found if user is not None]
     return min(forcing, key=place.__getitem__) if forcing and len(forcing) == len(found) else None
-
-
-def _reduces(node: fx.Node) -> bool:
-    return getattr(node.target, "overloadpacket", None) in _REDUCTIONS
 
 
 def _writes(node: fx.Node) -> bool:

@@ -108,15 +108,25 @@ def place(problem: Problem, *, budget_bytes: int, margin: float = 1.0) -> Placem
         raise BudgetError(budget_bytes, max(live), live.index(max(live)))
     links = sorted({1.0, margin, margin**2})
     plans = [
-        _Play(problem.slower(times), live[:], budget_bytes, early_bytes, margin).run()
+        _Play(problem.slower(times), live[:], budget_bytes, early_bytes, margin)
         for times in links
         for early_bytes in _shares_of_gathers(problem, budget_bytes)
     ]
+    for plan in plans:
+        plan.run()
     chosen = _most_robust(problem, plans, links)
-    return dataclasses.replace(chosen, end_us=replay(problem, chosen.issued, chosen.waits), bound_us=problem.bound_us)
+    return Placement(
+        starts=tuple(chosen.starts),
+        issued=tuple(chosen.issued),
+        waits=tuple(map(tuple, chosen.waits)),
+        order=tuple(chosen.order),
+        peak_bytes=chosen.peak_bytes,
+        end_us=replay(problem, chosen.issued, chosen.waits),
+        bound_us=problem.bound_us,
+    )
 
 
-def _most_robust(problem: Problem, plans: Sequence[Placement], links: Sequence[float]) -> Placement:
+def _most_robust(problem: Problem, plans: Sequence[_Play], links: Sequence[float]) -> _Play:
     """The plan that loses least against the best one on any of `links`; of equals, the smallest."""
     ends_us = [[replay(problem.slower(times), plan.issued, plan.waits) for times in links] for plan in plans]
     best_us = [min(column) for column in zip(*ends_us, strict=True)]
@@ -174,7 +184,6 @@ class _Play:
         self.link_free_us = 0.0
         self.link_surely_free_us = 0.0
         self.in_free_us = 0.0  # the bus, from the host
-        self.out_free_us = 0.0  # the bus, to the host
         self.starts: list[int] = []
         self.issued: list[Start] = []
         self.copied_us: list[float] = []
@@ -185,7 +194,13 @@ class _Play:
         self.waits: list[list[int]] = [[] for _ in problem.reductions]
         self.order: list[tuple[int, int]] = []
 
-    def run(self) -> Placement:
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes during a step."""
+        return max(self.live, default=0)
+
+    def run(self) -> None:
+        """Decides everything, step by step."""
         reductions = list(enumerate(self.problem.reductions))[::-1]
         for position in range(len(self.problem.steps_us) + 1):
             self._collect(position)
@@ -203,12 +218,6 @@ class _Play:
                 self.now_us = self._queue(self.problem.steps_us[position]).ends_us
             elif position < len(self.problem.steps_us):
                 self.now_us += self.problem.steps_us[position]
-        waits = tuple(map(tuple, self.waits))
-        end_us = max(self.now_us, self.link_free_us, self.out_free_us)
-        peak_bytes = max(self.live, default=0)
-        order = tuple(self.order)
-        starts, issued = tuple(self.starts), tuple(self.issued)
-        return Placement(starts, issued, waits, order, peak_bytes, end_us, self.problem.bound_us)
 
     def _queue(self, time_us: float) -> _Stage:
         self.link_free_us = max(self.now_us, self.link_free_us) + time_us
@@ -231,9 +240,6 @@ class _Play:
         if stage + 1 < len(reduction.stages_us):
             self.in_flight[index] = self._queue(reduction.stages_us[stage + 1])
             self.gradient_bytes += reduction.held_bytes(stage + 1)
-        else:
-            copy_us = reduction.copy_us
-            self.out_free_us = max(self.now_us, self.out_free_us) + copy_us if copy_us else self.out_free_us
 
     def _start_copies(self, position: int) -> None:
         """Starts copies for later gathers that would be late if they started one position later."""
