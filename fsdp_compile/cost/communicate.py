@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import fx
 
 from fsdp_compile._torch.distributed import collectives, resolve_group
-from fsdp_compile.cost.formulas import copy_us, share_of_others
+from fsdp_compile.cost.formulas import share_of_others
 from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.cost.links import Link
 from fsdp_compile.cost.sizes import result_bytes, tensor_bytes, tensors_of
@@ -91,8 +91,7 @@ def copy_of(node: fx.Node, bus: Link) -> Communication:
     """The copy between host and device that a node starts."""
     kind = _KINDS[require(node).role]
     size_bytes = result_bytes(node)
-    time_us = copy_us(size_bytes, launch_us=bus.launch.value, bytes_per_s=bus.bytes_per_s)
-    return Communication(kind, kind.value, bus.name, bus.bytes_per_s, 1, size_bytes, 0.0, time_us)
+    return Communication(kind, kind.value, bus.name, bus.bytes_per_s, 1, size_bytes, 0.0, bus.copy_us(size_bytes))
 
 
 def _over(ranks: GroupRanks, hardware: Hardware, kind: Kind, size_bytes: int, *, group: str) -> Communication:

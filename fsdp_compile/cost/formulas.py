@@ -31,18 +31,3 @@ def roofline_us(flops: Any, size_bytes: Any, flops_per_s: Any, bytes_per_s: Any)
 def share_of_others(ranks: Any) -> Any:
     """Share of a sharded whole that is on the other ranks: `(N-1)/N`."""
     return (ranks - 1) / ranks
-
-
-def latency_us(ranks: Any, *, launch_us: Any, hop_us: Any) -> Any:
-    """Time of a collective without data."""
-    return launch_us + hop_us * log2(ranks)
-
-
-def collective_us(sent_bytes: Any, ranks: Any, *, launch_us: Any, hop_us: Any, bytes_per_s: Any) -> Any:
-    """Time of a collective: latency, then the bytes that each rank sends."""
-    return latency_us(ranks, launch_us=launch_us, hop_us=hop_us) + sent_bytes * 1e6 / bytes_per_s
-
-
-def copy_us(size_bytes: Any, *, launch_us: Any, bytes_per_s: Any) -> Any:
-    """Time of a copy between host and device."""
-    return launch_us + size_bytes * 1e6 / bytes_per_s

@@ -7,7 +7,7 @@ import dataclasses
 import enum
 from typing import Any
 
-from fsdp_compile.cost.formulas import collective_us
+from fsdp_compile.cost.formulas import log2
 from fsdp_compile.errors import ConfigError
 
 
@@ -117,10 +117,12 @@ class Link:
         return None
 
     def formula_us(self, sent_bytes: Any, ranks: Any, bytes_per_s: Any) -> Any:
-        """Time of a collective by the formula, at so many bytes per second."""
-        return collective_us(
-            sent_bytes, ranks, launch_us=self.launch.value, hop_us=self.hop.value, bytes_per_s=bytes_per_s
-        )
+        """Time of a collective by the formula: latency, then what each rank sends at so many bytes per second."""
+        return self.launch.value + self.hop.value * log2(ranks) + sent_bytes * 1e6 / bytes_per_s
+
+    def copy_us(self, size_bytes: Any) -> Any:
+        """Time of a copy between host and device."""
+        return self.launch.value + size_bytes * 1e6 / self.bytes_per_s
 
 
 _LINK_SHARE = "assumed; nccl-tests bus bandwidth of large messages is reported between 0.8 and 0.95"

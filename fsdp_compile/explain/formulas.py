@@ -21,7 +21,7 @@ from torch import fx
 
 from fsdp_compile.cost.communicate import COPIES, ROUNDS, Kind
 from fsdp_compile.cost.compute import Work, node_work
-from fsdp_compile.cost.formulas import collective_us, copy_us, share_of_others
+from fsdp_compile.cost.formulas import share_of_others
 from fsdp_compile.cost.fusion import plan_kernels
 from fsdp_compile.cost.hardware import Device, make_link
 from fsdp_compile.cost.memory import Buffer, Holder, Memory, memory_of, memory_of_step
@@ -121,18 +121,17 @@ def formulas(plan: Plan, traced: Traced) -> Formulas:
 
     sent = [sent_bytes(c) for c in every if c.kind not in COPIES]
     times = [
-        collective_us(b, RANKS, launch_us=link.launch.value, hop_us=link.hop.value, bytes_per_s=link.bytes_per_s)
+        link.formula_us(b, RANKS, link.bytes_per_s)
         for b in [*sent, *(0 for c in every if c.kind is Kind.EXCHANGE for _ in range(ROUNDS - 1))]
     ]
     held = {name: extent * slots[name].stored.itemsize for name, extent in extents.items()}
     copied = [sympy.Add(*(held[name] for name in c.parameters)) for c in every if c.kind in COPIES]
-    copies = [copy_us(b, launch_us=bus.launch.value, bytes_per_s=bus.bytes_per_s) for b in copied]
     return Formulas(
         shard_bytes=sympy.Add(*held.values()),
         sent_bytes=sympy.Add(*sent),
         communication_us=sympy.Add(*times),
         copied_bytes=sympy.Add(*copied),
-        copies_us=sympy.Add(*copies),
+        copies_us=sympy.Add(*map(bus.copy_us, copied)),
         **_of_graphs(plan, traced),
     )
 

@@ -12,7 +12,7 @@ import sympy
 import torch
 
 from fsdp_compile.cost.compute import node_costs, node_work
-from fsdp_compile.cost.formulas import collective_us, roofline_us, share_of_others
+from fsdp_compile.cost.formulas import roofline_us, share_of_others
 from fsdp_compile.cost.fusion import Fusion, plan_kernels
 from fsdp_compile.cost.hardware import DEVICES, LINKS, hardware, make_link
 from fsdp_compile.cost.timeline import Compute, Event, Start, Wait, simulate
@@ -187,7 +187,7 @@ def test_a_roofline_is_the_slower_of_computing_and_moving() -> None:
 
 def test_a_collective_takes_latency_and_bytes_over_bandwidth() -> None:
     # 10 us + 5 us * log2(8) + 45 MB at 45 GB/s
-    took = collective_us(45e6, 8, launch_us=10.0, hop_us=5.0, bytes_per_s=45e9)
+    took = make_link("a link", 50.0, "made up").formula_us(45e6, 8, 45e9)
     assert took == pytest.approx(10 + 15 + 1000)
 
 
