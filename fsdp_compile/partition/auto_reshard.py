@@ -28,7 +28,7 @@ from fsdp_compile.ir.graph import KEY, Phase, Record, Role, StepGraph, require
 from fsdp_compile.ir.queries import read_text, unsharded_value
 from fsdp_compile.layout.spec import Reshard, parse
 from fsdp_compile.ops.unshard import UNSHARD
-from fsdp_compile.planner.from_graph import Outlined, accumulated_bytes, outline
+from fsdp_compile.planner.from_graph import accumulated_bytes, outline
 from fsdp_compile.planner.list_schedule import place
 from fsdp_compile.planner.problem import Problem, Saved
 from fsdp_compile.planner.replay import replay
@@ -177,9 +177,8 @@ def keep_unsharded(
     everything = budget_bytes is not None
     first, second = (outline(step, hardware, fusion, everything=everything) for step in (forward, backward))
     pairs = _pairs(forward, backward, first, second)
-    halves = Halves(first.problem, second.problem)
-    chosen = choose(halves, pairs, budget_bytes=budget_bytes, margin=margin)
-    kept = [second.flats[pair.backward] for pair in chosen]
+    chosen = choose(Halves(first, second), pairs, budget_bytes=budget_bytes, margin=margin)
+    kept = [second.gathers[pair.backward].unit for pair in chosen]
     for name in kept:
         _keep(forward, backward, name)
     for step in (forward, backward) if kept else ():
@@ -208,10 +207,10 @@ def _is_open(read: fx.Node) -> bool:
     return unsharded_value(read) is None and parse(read_text(read)).reshard is Reshard.AUTO
 
 
-def _pairs(forward: StepGraph, backward: StepGraph, first: Outlined, second: Outlined) -> tuple[Pair, ...]:
+def _pairs(forward: StepGraph, backward: StepGraph, first: Problem, second: Problem) -> tuple[Pair, ...]:
     """Flat parameters that both graphs gather, if the choice is open for all parameters that backward reads."""
-    again = {name: number for number, name in enumerate(second.flats)}
-    both = [(number, name) for number, name in enumerate(first.flats) if name in again]
+    again = {gather.unit: number for number, gather in enumerate(second.gathers)}
+    both = [(number, gather.unit) for number, gather in enumerate(first.gathers) if gather.unit in again]
     return tuple(
         Pair(number, again[name])
         for number, name in both

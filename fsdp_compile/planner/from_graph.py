@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from torch import fx
 
@@ -59,13 +59,7 @@ def pose(
     """
     busy_us = times_us(step.graph, hardware, plan_kernels(step.graph, fusion))
     starts = {*step.nodes(Role.GATHER), *(start for chain in chains for start in chain)}
-    positions: dict[fx.Node, int] = {}
-    steps: list[fx.Node] = []
-    for node in step.graph.nodes:
-        positions[node] = len(steps)
-        fixed = node not in moved and node not in starts and role_of(node) not in ITEMS
-        if node.op == "call_function" and fixed:
-            steps.append(node)
+    positions, steps = _steps(step.graph, {*moved, *starts, *step.nodes(*ITEMS)})
     gathers = [_gather(node, positions, len(steps), hardware) for node in step.nodes(Role.GATHER)]
     behind = copies_behind(step, chains)
     order = sorted(range(len(gathers)), key=lambda i: gathers[i].need)
@@ -80,6 +74,17 @@ def pose(
         exchanges=frozenset(index for index, node in enumerate(steps) if role_of(node) in EXCHANGES),
     )
     return Posed(problem, tuple(steps), tuple(nodes[i] for i in order), tuple(map(tuple, chains)))
+
+
+def _steps(graph: fx.Graph, apart: Collection[fx.Node]) -> tuple[dict[fx.Node, int], list[fx.Node]]:
+    """For each node the position that it is reached at, and the steps: all calls but those that are `apart`."""
+    positions: dict[fx.Node, int] = {}
+    steps: list[fx.Node] = []
+    for node in graph.nodes:
+        positions[node] = len(steps)
+        if node.op == "call_function" and node not in apart:
+            steps.append(node)
+    return positions, steps
 
 
 def copies_behind(step: StepGraph, chains: Sequence[Sequence[fx.Node]]) -> Mapping[fx.Node, list[fx.Node]]:
@@ -223,16 +228,10 @@ def _reduction(
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class Outlined:
-    """A problem, and the name of the flat parameter's input for each of its all-gathers."""
-
-    problem: Problem
-    flats: tuple[str, ...]
-
-
-def outline(step: StepGraph, hardware: Hardware, fusion: Fusion, *, everything: bool) -> Outlined:
+def outline(step: StepGraph, hardware: Hardware, fusion: Fusion, *, everything: bool) -> Problem:
     """Reads the problem off a graph before the passes; the graph is not changed.
+
+    Each flat parameter is a unit, which has the name of its input.
 
     Args:
         step: The graph.
@@ -246,14 +245,8 @@ def outline(step: StepGraph, hardware: Hardware, fusion: Fusion, *, everything: 
     sink(step.graph, values)
     kernels = plan_kernels(step.graph, fusion)
     busy_us = times_us(step.graph, hardware, kernels)
-    positions: dict[fx.Node, int] = {}
-    steps: list[fx.Node] = []
-    apart = {*values, *step.graph.find_nodes(op="call_function", target=REDUCE_GRAD)}
-    for node in step.graph.nodes:
-        positions[node] = len(steps)
-        if node.op == "call_function" and node not in apart:
-            steps.append(node)
-    gathers = sorted(_marked_gathers(step, positions, frozenset(values), hardware), key=lambda pair: pair[0].need)
+    reductions = step.graph.find_nodes(op="call_function", target=REDUCE_GRAD)
+    positions, steps = _steps(step.graph, {*values, *reductions})
     least: tuple[int, ...] = ()
     if everything:
         live = memory_of(step, kernels).live_bytes()
@@ -261,17 +254,16 @@ def outline(step: StepGraph, hardware: Hardware, fusion: Fusion, *, everything: 
         places = [order[node] for node in steps]
         spans = itertools.pairwise([*places, len(live)])
         least = tuple(max(live[begin:end]) + step.beside_bytes for begin, end in spans)
-    problem = Problem(
+    return Problem(
         tuple(
             exchange(node, parse(read_text(node)), hardware).alone_us if node.target in EXCHANGED else busy_us[node]
             for node in steps
         ),
-        tuple(gather for gather, _ in gathers),
+        tuple(sorted(_marked_gathers(step, positions, frozenset(values), hardware), key=lambda g: g.need)),
         tuple(sorted(_marked_reductions(step, positions, hardware), key=lambda reduction: reduction.ready)),
         least,
         exchanges=frozenset(index for index, node in enumerate(steps) if node.target in EXCHANGED),
     )
-    return Outlined(problem, tuple(flat for _, flat in gathers))
 
 
 def _by_flat(markers: Iterable[fx.Node]) -> Mapping[fx.Node, list[fx.Node]]:
@@ -289,7 +281,7 @@ def _marked_specs(markers: Iterable[fx.Node]) -> list[UnshardSpec]:
 
 def _marked_gathers(
     step: StepGraph, positions: Mapping[fx.Node, int], values: frozenset[fx.Node], hardware: Hardware
-) -> Iterable[tuple[Gather, str]]:
+) -> Iterable[Gather]:
     reads = (
         node for node in step.graph.find_nodes(op="call_function", target=UNSHARD) if unsharded_value(node) is None
     )
@@ -303,7 +295,8 @@ def _marked_gathers(
         message_bytes = sum(spec.size * spec.extent * gathered_bytes(spec) for spec in specs)
         sent_bytes = message_bytes * share_of_others(ranks)
         time_us = hardware.collective_us(Kind.GATHER.value, sent_bytes, specs[0].shard_ranks)
-        yield Gather(need=min(users), free=1 + max(users), size_bytes=size_bytes, time_us=time_us), flat.name
+        need, free = min(users), 1 + max(users)
+        yield Gather(need=need, free=free, size_bytes=size_bytes, time_us=time_us, unit=flat.name)
 
 
 def _marked_readers(markers: Iterable[fx.Node], values: frozenset[fx.Node]) -> set[fx.Node]:

@@ -80,7 +80,7 @@ def test_plans_before_the_passes_price_replicas_on_their_link(monkeypatch: pytes
     plan = _plan(32, THERE, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
     assert plan.traced is not None
     _, backward = plan.traced.regions[0].captured
-    problem = outline(backward, THERE, Fusion.NONE, everything=False).problem
+    problem = outline(backward, THERE, Fusion.NONE, everything=False)
     for reduction in problem.reductions:
         over_shards = 10 + 5 * 3 + reduction.size_bytes * (7 / 8) / 405e3
         over_replicas = 10 + 5 * 2 + 2 * (reduction.size_bytes / 8) * (3 / 4) / (WHOLE_GB_PER_S / 8 * 1e3)
@@ -116,7 +116,7 @@ def test_plans_before_the_passes_count_low_bit_messages_and_whole_parameters() -
     for sent in (None, "nvfp4"):
         traced = _plan(8, mp_policy=MixedPrecision(torch.bfloat16, gather_dtype=sent)).traced
         assert traced is not None
-        found.append(outline(traced.regions[0].captured[0], THERE, Fusion.NONE, everything=False).problem.gathers)
+        found.append(outline(traced.regions[0].captured[0], THERE, Fusion.NONE, everything=False).gathers)
     for mine, sent_low in zip(*found, strict=True):
         assert mine.size_bytes == pytest.approx(sent_low.size_bytes, rel=0.05), "full parameters are in memory"
         started_us = 10 + 5 * 3
