@@ -13,7 +13,7 @@ from torch import fx, nn
 from fsdp_compile._torch.dynamo import (
     FrameToCompile,
     before_each_compile,
-    double_recompile_limit,
+    dynamo_config,
     ends_in_graph_break,
     inductor_config,
     list_mode_options,
@@ -107,7 +107,7 @@ def _compile(
         None if whole or records or options.poison else functools.partial(graphs_ahead, options),
         functools.partial(settle, settings=of_plans),
         of_plans.can_follow,
-        ran.add,
+        lambda step: ran.steps.append(step.copy()),
         tell,
         inserted=inserted,
     )
@@ -150,7 +150,8 @@ def _before_compile(frame: FrameToCompile) -> None:
             unaveraged.refuse_plain_forward(module)
 
 
-double_recompile_limit()
+# Each shape may need two graphs of a forward: one that accumulates gradients, and one that reduces them.
+dynamo_config.recompile_limit *= 2
 note_backend(fsdp)
 plain.watch(fsdp)
 before_each_compile(fsdp, _before_compile)

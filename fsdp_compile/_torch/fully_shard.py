@@ -85,9 +85,9 @@ def is_initialized(state: FSDPState) -> bool:
     return state._is_root is not None
 
 
-def is_root(state: FSDPState) -> bool:
-    """Whether an initialized state is that of its model's outermost module."""
-    return bool(state._is_root)
+def is_inner(state: FSDPState) -> bool:
+    """Whether an initialized state is not that of its model's outermost module."""
+    return state._is_root is False
 
 
 def modules_of(state: FSDPState) -> tuple[nn.Module, ...]:
@@ -103,10 +103,14 @@ def groups_of(state: FSDPState) -> list[TorchGroup]:
     return [] if only is None else [only]
 
 
+def states_below(module: nn.Module) -> list[FSDPState]:
+    """The states of a module and of those in it, each once, the outermost first."""
+    return list(dict.fromkeys(state for part in module.modules() if (state := state_of(part)) is not None))
+
+
 def groups_below(module: nn.Module) -> list[TorchGroup]:
     """The parameter groups of a module, and of those in it."""
-    states = dict.fromkeys(state for part in module.modules() if (state := state_of(part)) is not None)
-    return [group for state in states for group in groups_of(state)]
+    return [group for state in states_below(module) for group in groups_of(state)]
 
 
 @functools.cache
@@ -120,23 +124,19 @@ def policy_of(state: FSDPState) -> Any:
     return state._mp_policy
 
 
-OWN_SETTINGS, _COMM_HOOK = "_fsdp_compile_settings", "_fsdp_compile_comm_hook"
-"""Attributes of FSDP2's state that are this package's."""
+def keep(state: FSDPState, name: str, value: object) -> None:
+    """Keeps an object of this package as long as a state."""
+    setattr(state, f"_fsdp_compile_{name}", value)
+
+
+def kept(state: FSDPState | None, name: str) -> Any:
+    """What `keep` kept under a name; `None` if nothing, or without a state."""
+    return getattr(state, f"_fsdp_compile_{name}", None)
 
 
 def own_setting(state: FSDPState, name: str, *, default: Any) -> Any:
     """A setting of this package's `fully_shard` for which FSDP2 has no place."""
-    return getattr(getattr(state, OWN_SETTINGS, None), name, default)
-
-
-def comm_hook_of(state: FSDPState) -> Any:
-    """What `set_comm_hook` set, or `None`."""
-    return getattr(state, _COMM_HOOK, None)
-
-
-def set_comm_hook(state: FSDPState, hook: object) -> None:
-    """Keeps a communication hook of compiled steps as long as the state."""
-    setattr(state, _COMM_HOOK, hook)
+    return getattr(kept(state, "settings"), name, default)
 
 
 def prefetched(state: FSDPState) -> tuple[Sequence[FSDPState], Sequence[FSDPState]]:

@@ -6,18 +6,21 @@ import contextlib
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 
 from fsdp_compile._torch.fully_shard import (
-    OWN_SETTINGS,
     class_below,
     groups_of,
     has_group_lists,
+    keep,
+    kept,
     reductions,
     state_of,
+    states_below,
 )
 from fsdp_compile._torch.fully_shard_names import (
     REGISTRY_KEY,
@@ -28,8 +31,6 @@ from fsdp_compile._torch.fully_shard_names import (
     _module_state_mapping,
 )
 
-_NOTES = "_fsdp_compile_notes"
-"""Attribute of FSDP2's state of a module that is this package's."""
 _APPLIED: Any = inspect.unwrap(fully_shard)
 """What torch keeps the state of a call of its `fully_shard` under."""
 _HOOKS_OF = ("torch.distributed.fsdp._fully_shard", "fsdp_compile.fsdp2")
@@ -58,49 +59,28 @@ def is_replicated(module: nn.Module) -> bool:
     return "replicate" in module.__dict__.get(REGISTRY_KEY, {})
 
 
-class ChosenMesh(NamedTuple):
-    """The placement that a `ShardPlacementResult` says, its mesh, and the dimension of that to shard over, if any.
+def chosen_mesh(result: object) -> tuple[DeviceMesh, Any] | None:
+    """The mesh that a result of `shard_placement_fn` says, and its `DataParallelMeshDims`; `None` if it says none.
 
-    If that mesh was made of a whole one, this and its `DataParallelMeshDims` too.
+    If that mesh was made of a whole one for these, this one.
     """
-
-    placement: object
-    mesh: Any
-    shard_dim: int | None
-    spmd_mesh: Any
-    dp_mesh_dims: Any
-
-
-def chosen_mesh(result: object) -> ChosenMesh | None:
-    """What a result of `shard_placement_fn` says of a mesh; `None` if it is no `ShardPlacementResult`."""
     if not isinstance(result, _PLACEMENT_RESULT):
         return None
-    of: Any = result
-    names = ("mesh", "shard_mesh_dim", "spmd_mesh", "dp_mesh_dims")
-    return ChosenMesh(of.placement, *(getattr(of.mesh_info, name, None) for name in names))
+    info: Any = result.mesh_info
+    return getattr(info, "spmd_mesh", None) or info.mesh, getattr(info, "dp_mesh_dims", None)
 
 
 # What the package keeps on FSDP2's state of a call.
 
 
-def set_settings(module: nn.Module, settings: object) -> None:
-    """Keeps settings of this package for the call on `module`."""
-    setattr(_state(module), OWN_SETTINGS, settings)
+def keep_with(module: nn.Module, name: str, value: object) -> None:
+    """`keep` for the call on `module`."""
+    keep(_state(module), name, value)
 
 
-def settings_of(module: nn.Module) -> Any:
-    """What `set_settings` kept for the call on `module`; `None` if nothing, or without a call."""
-    return getattr(state_of(module), OWN_SETTINGS, None)
-
-
-def set_note(module: nn.Module, note: object) -> None:
-    """Keeps one more object of this package as long as the call on `module`; `None` for none."""
-    setattr(_state(module), _NOTES, note)
-
-
-def note_of(module: nn.Module) -> Any:
-    """What `set_note` kept; `None` if nothing, or without a call."""
-    return getattr(state_of(module), _NOTES, None)
+def kept_with(module: nn.Module, name: str) -> Any:
+    """What `keep_with` kept for the call on `module`; `None` if nothing, or without a call."""
+    return kept(state_of(module), name)
 
 
 # What a call makes beyond torch's own.
@@ -180,22 +160,13 @@ def cast_inputs(module: nn.Module, *, casts: bool) -> None:
     state._mp_policy = dataclasses.replace(state._mp_policy, cast_forward_inputs=casts)
 
 
-class Reduction(NamedTuple):
-    """How a unit's gradients are reduced now.
+def reduction_of(module: nn.Module) -> tuple[bool, float | None]:
+    """Whether the call on `module` reduces gradients over all of its mesh, and what `set_gradient_divide_factor` set.
 
-    Attributes:
-        runs: Whether they are reduced over all dimensions of the mesh, or wait.
-        divide_by: What was set with `set_gradient_divide_factor`.
+    As by default if it has sharded no parameters.
     """
-
-    runs: bool
-    divide_by: float | None
-
-
-def reduction_of(module: nn.Module) -> Reduction | None:
-    """How the call on `module` reduces gradients; `None` if it has sharded no parameters."""
     group = next(iter(groups_of(_state(module))), None)
-    return None if group is None else Reduction(all(reductions(group)), group.gradient_divide_factor)
+    return (True, None) if group is None else (all(reductions(group)), group.gradient_divide_factor)
 
 
 def is_offloaded(module: nn.Module) -> bool:
@@ -254,5 +225,4 @@ def _is_of_fsdp2(hook: Any) -> bool:
 
 def forward_in_progress(module: nn.Module) -> bool:
     """Whether a forward of a model that `module` or one of its parts belongs to has begun, and not ended."""
-    states = (state for part in module.modules() if (state := state_of(part)) is not None)
-    return any(state._state_ctx.iter_forward_root is not None for state in states)
+    return any(state._state_ctx.iter_forward_root is not None for state in states_below(module))

@@ -50,12 +50,12 @@ from fsdp_compile.fsdp2.accumulation import follow_no_sync
 from fsdp_compile.fsdp2.module_class import user_class
 from fsdp_compile.fsdp2.param_group import ParamGroup
 from fsdp_compile.fsdp2.shards import local_of
-from fsdp_compile.fsdp2.take_over import model_of, sharded_root, take_over, take_over_all, watch_calls
+from fsdp_compile.fsdp2.take_over import model_of, take_over_all, watch_calls
 from fsdp_compile.fsdp2.updates import update_as
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.progress import say
+from fsdp_compile.sharding.arguments import refuse_params
 from fsdp_compile.sharding.fully_shard import fully_shard
-from fsdp_compile.sharding.params import refuse_params
 
 
 def watch(backend: Callable[..., Any]) -> None:
@@ -146,7 +146,7 @@ def _shard(module: nn.Module, options: FSDPOptions) -> bool:
             where=type(module).__name__,
             instead="compile the model before its parts are called, or call fully_shard(model) first",
         )
-    if sharded_root(module) is not None:  # by the user, who has said what is sharded
+    if fsdp2.states_below(module):  # by the user, who has said what is sharded
         return False
     places = dict(places_of(module))
     of_others = ids_in(fsdp2.sharded_modules())
@@ -172,9 +172,7 @@ def _shard(module: nn.Module, options: FSDPOptions) -> bool:
         successors = {old: new for old, new in now.items() if new is not old and new is not None}
         for old, new in successors.items():
             update_as(old, new)
-        state = sharded_root(module)
-        assert state is not None
-        take_over(state)
+        take_over_all(module)
         follow_no_sync(module)
     stale.replace(successors)
     sharded[module] = options.sharding

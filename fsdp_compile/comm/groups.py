@@ -62,18 +62,13 @@ class RankStore:
         prefix = f"fsdp_compile/{name}/{hashlib.sha256(str(ranks).encode()).hexdigest()[:16]}"
         rank = ranks.index(dist.get_rank())
         # Worlds of one store may follow each other: each rank counts how often it was in this group.
-        store = AnsweringStore(default_store(), _timeout().total_seconds())
+        store = AnsweringStore(default_store(), world_timeout().total_seconds())
         count = store.add(f"{prefix}/worlds/{rank}", 1)
         return cls(f"{prefix}/{count}", ranks, rank)
 
-    @property
-    def timeout_s(self) -> float:
-        """How long to wait for other ranks: as long as the world's collectives may take."""
-        return _timeout().total_seconds()
-
     def rendezvous(self, wanted: str = "compile its next collectives") -> Rendezvous:
         """Through which the ranks compare texts, or wait for each other to do what is `wanted`."""
-        store, seconds = default_store(), self.timeout_s
+        store, seconds = default_store(), world_timeout().total_seconds()
         own, world = AnsweringStore(dist.PrefixStore(self.prefix, store), seconds), AnsweringStore(store, seconds)
         return Rendezvous(own, self.prefix, self.ranks, self.rank, seconds, world, wanted)
 
@@ -94,29 +89,20 @@ class _Alias:
         return used is not None and resolve_group(name) is used
 
 
-class _Registry:
-    """Groups by the names under which graphs find them, as in torch's own registry: one for the process.
-
-    Attributes:
-        aliases: By name.
-        made: Groups that were made here, by their purpose and ranks: one for all models and meshes of a world.
-    """
-
-    def __init__(self) -> None:
-        # Weak references to groups: none stays alive, with its threads, after its world was destroyed.
-        self.aliases: dict[str, _Alias] = {}
-        self.made: dict[tuple[str, tuple[int, ...]], _WeakGroup] = {}
-
-    def forget_gone_worlds(self) -> None:
-        """Drops entries of worlds that were destroyed; their names may be used again."""
-        for name in [name for name, known in self.aliases.items() if not known.is_alive(name)]:
-            del self.aliases[name]
-        for key in [key for key, made in self.made.items() if not _is_alive(made())]:
-            del self.made[key]
-
-
-registry = _Registry()
+# Weak references to groups: none stays alive, with its threads, after its world was destroyed.
+aliases: dict[str, _Alias] = {}
+"""Groups by the names under which graphs find them, as in torch's own registry: one for the process."""
+made_groups: dict[tuple[str, tuple[int, ...]], _WeakGroup] = {}
+"""Groups that were made here, by their purpose and ranks: one for all models and meshes of a world."""
 GroupRole = Literal["shard", "replicate", "post_forward", "reduce"]
+
+
+def _forget_gone_worlds() -> None:
+    """Drops entries of worlds that were destroyed; their names may be used again."""
+    for name in [name for name, known in aliases.items() if not known.is_alive(name)]:
+        del aliases[name]
+    for key in [key for key, made in made_groups.items() if not _is_alive(made())]:
+        del made_groups[key]
 
 
 def alias_of(group: dist.ProcessGroup, role: GroupRole) -> str:
@@ -125,8 +111,7 @@ def alias_of(group: dist.ProcessGroup, role: GroupRole) -> str:
     All ranks of the group must call this together: for gloo, and for a "reduce" group, a second group of the same ranks
     is made.
     """
-    aliases = registry.aliases
-    registry.forget_gone_worlds()
+    _forget_gone_worlds()
     are_processes = group.size() > 1 and _has_processes(group)
     if are_processes:
         remember_world()
@@ -148,7 +133,7 @@ def _used(group: dist.ProcessGroup, role: GroupRole) -> dist.ProcessGroup:
         return group
     ranks = tuple(dist.get_process_group_ranks(group))
     # One collective at a time: see `serial_gloo_group`.
-    timeout = min(_timeout(), timeout_of(group))
+    timeout = min(world_timeout(), timeout_of(group))
     # A world that was started without naming a backend says "undefined".
     if dist.get_backend(group) == "gloo" or str(dist.get_backend_config(group)) == "cpu:gloo":
         return _made_once(f"{role} on gloo", ranks, timeout, serial_gloo_group)
@@ -156,16 +141,10 @@ def _used(group: dist.ProcessGroup, role: GroupRole) -> dist.ProcessGroup:
     return group if role != "reduce" else _made_once(role, ranks, timeout, new_group)
 
 
-def _timeout() -> timedelta:
+def world_timeout() -> timedelta:
     """What the user gave the world: groups that torch makes of it have torch's own default, of 30 minutes on gloo."""
     world = dist.group.WORLD
-    assert world is not None
-    return timeout_of(world)
-
-
-def world_timeout_s() -> float:
-    """How long ranks wait for each other; torch's default without a world."""
-    return (_timeout() if dist.is_initialized() else dist.default_pg_timeout).total_seconds()
+    return dist.default_pg_timeout if world is None else timeout_of(world)
 
 
 def _made_once(
@@ -175,7 +154,7 @@ def _made_once(
     make: Callable[[Sequence[int], timedelta, str], dist.ProcessGroup],
 ) -> dist.ProcessGroup:
     """The group of some ranks for a purpose; they call this together if there is none in this world yet."""
-    known = registry.made.get((purpose, ranks))
+    known = made_groups.get((purpose, ranks))
     found = None if known is None else known()
     if found is None or not _is_alive(found):
         # Making it waits inside of torch, where a rank would not hear that another one has failed.
@@ -183,7 +162,7 @@ def _made_once(
         if _has_processes(dist.group.WORLD):
             RankStore.of(f"making {purpose}", ranks).rendezvous("make a process group").meet(0)
         found = make(ranks, timeout, f"fsdp_compile: {purpose}")
-        registry.made[purpose, ranks] = weakref.ref(found)
+        made_groups[purpose, ranks] = weakref.ref(found)
     return found
 
 
@@ -194,18 +173,18 @@ def _is_alive(group: dist.ProcessGroup | None) -> bool:
 
 def comparing_group(place: RankStore) -> dist.ProcessGroup:
     """A group of some ranks that only compare in it: collectives of others may be in another order, or missing."""
-    return _made_once("compare", place.ranks, _timeout(), new_group)
+    return _made_once("compare", place.ranks, world_timeout(), new_group)
 
 
 def rank_store(name: str) -> RankStore | None:
     """Where the ranks of a named group meet; `None` for a group of one rank, or of ranks that are no processes."""
-    alias = registry.aliases.get(name)
+    alias = aliases.get(name)
     return alias.meeting if alias is not None and alias.is_alive(name) else None
 
 
 def rank_stores() -> list[RankStore]:
     """Those of all groups of this rank."""
-    return [place for name in registry.aliases if (place := rank_store(name)) is not None]
+    return [place for name in aliases if (place := rank_store(name)) is not None]
 
 
 def _has_processes(group: dist.ProcessGroup) -> bool:
@@ -215,7 +194,7 @@ def _has_processes(group: dist.ProcessGroup) -> bool:
 
 def mesh_of_shape(device_type: str, shape: tuple[int, int]) -> DeviceMesh:
     """A mesh (replicate, shard) of the world, of groups that all models share. All ranks call this together."""
-    registry.forget_gone_worlds()
+    _forget_gone_worlds()
     ranks = torch.arange(dist.get_world_size()).view(shape)
     row, column = divmod(dist.get_rank(), shape[1])
     groups = [
@@ -236,7 +215,7 @@ def replicas_only(mesh: DeviceMesh) -> DeviceMesh:
 def _mesh_group(dim: str, ranks: tuple[int, ...]) -> dist.ProcessGroup:
     world = dist.group.WORLD
     assert world is not None
-    return world if len(ranks) == world.size() else _made_once(dim, ranks, _timeout(), new_group)
+    return world if len(ranks) == world.size() else _made_once(dim, ranks, world_timeout(), new_group)
 
 
 def default_mesh(device_type: str) -> DeviceMesh:

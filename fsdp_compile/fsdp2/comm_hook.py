@@ -37,8 +37,7 @@ def register_comm_hook(model: nn.Module, hook: CommHook, state: object = None) -
             gradients are divided by what a user has set.
     """
     model = getattr(model, "_orig_mod", model)
-    states = [found for module in model.modules() if (found := fsdp2.state_of(module)) is not None]
-    states = list(dict.fromkeys(states))
+    states = fsdp2.states_below(model)
     groups = fsdp2.groups_below(model)
     _refuse(model, states, groups)
     for group in groups:
@@ -47,7 +46,7 @@ def register_comm_hook(model: nn.Module, hook: CommHook, state: object = None) -
     is_known = all(_is_known(group, hook, state) for group in groups)
     registered = Registered("", hook, state) if is_known else comm_hook.register(hook, state)
     for each in states:
-        fsdp2.set_comm_hook(each, registered)
+        fsdp2.keep(each, "comm_hook", registered)
     known = model_of(model)
     for unit in [] if known is None else known.units:
         unit.refresh_specs()
@@ -57,11 +56,11 @@ def _refuse(model: nn.Module, states: list[fsdp2.FSDPState], groups: list[fsdp2.
     where = f"register_comm_hook({type(model).__name__})"
     if not states:
         raise ConfigError("the model is not sharded", where=where, instead="call fully_shard(model) before")
-    if any(fsdp2.is_initialized(each) and not fsdp2.is_root(each) for each in states[:1]):
+    if fsdp2.is_inner(states[0]):
         raise ConfigError(
             "the module is a part of a sharded model", where=where, instead="the outermost module: one hook for all"
         )
-    if any(fsdp2.comm_hook_of(each) is not None for each in states):
+    if any(fsdp2.kept(each, "comm_hook") is not None for each in states):
         raise ConfigError("the model has a communication hook already", where=where, instead="register one hook, once")
     if any(fsdp2.divide_factor(group) is not None for group in groups):
         raise ConfigError(

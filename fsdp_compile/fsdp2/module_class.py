@@ -17,8 +17,8 @@ from torch import nn
 
 from fsdp_compile._torch.dynamo import (
     comptime,
-    is_compiling_a_frame,
     leave_while_traced,
+    root_translator,
     skip_code,
     traces_a_forward,
 )
@@ -274,7 +274,7 @@ class _Unseen(property):
 
 def _is_managed(_: nn.Module) -> bool:
     """FSDP2's mark, for code that asks for it. Not for Dynamo, which guards marked modules in its own way."""
-    return True if torch.compiler.is_dynamo_compiling() else not is_compiling_a_frame()
+    return True if torch.compiler.is_dynamo_compiling() else root_translator() is None
 
 
 def _named_parameters(

@@ -231,7 +231,7 @@ class ParamGroup:
         if where.reshards and fsdp2.own_setting(state, "auto_reshard", default=False):
             reshard = Reshard.AUTO
         apart = where.reduces_apart or fsdp2.own_setting(state, "separate_reduce_group", default=False)
-        hook: Registered | None = fsdp2.comm_hook_of(state)
+        hook: Registered | None = fsdp2.kept(state, "comm_hook")
         # What a hook compresses is the message; sums of microbatches in 16 bits would stop growing.
         compressed = None if hook is None or hook.compresses_to == reduced else hook.compresses_to
         after = where.post_forward_group

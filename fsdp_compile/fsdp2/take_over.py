@@ -73,21 +73,11 @@ def units(model: nn.Module) -> list[Unit]:
     return [unit for found in take_over_all(module) for unit in found.units]
 
 
-def sharded_root(module: nn.Module) -> fsdp2.FSDPState | None:
-    """FSDP2's state of the outermost sharded module in a module; `None` if there is none."""
-    for each in module.modules():
-        state = fsdp2.state_of(each)
-        if state is not None:
-            return state
-    return None
-
-
 def take_over_all(module: nn.Module) -> list[Model]:
     """Takes over the sharded models in a module, or the one that it is a part of, and returns them."""
     if (found := model_of(module)) is not None:
         return [found]
-    states = [state for each in module.modules() if (state := fsdp2.state_of(each)) is not None]
-    return list(dict.fromkeys(take_over(state) for state in states))
+    return list(dict.fromkeys(map(take_over, fsdp2.states_below(module))))
 
 
 def take_over(state: fsdp2.FSDPState) -> Model:

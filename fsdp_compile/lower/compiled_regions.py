@@ -32,10 +32,6 @@ class CompiledRegion:
     hardware: Hardware | None
     steps: list[StepGraph] = dataclasses.field(default_factory=list)
 
-    def add(self, graph: StepGraph) -> None:
-        """Stores a copy of a transformed graph."""
-        self.steps.append(graph.copy())
-
 
 def register_region(groups: Sequence[ParamGroup], options: FSDPOptions) -> CompiledRegion:
     """Makes a region for the graphs of a compile; of several compiles of one region the last is kept.

@@ -26,7 +26,7 @@ from filelock import FileLock, Timeout
 
 from fsdp_compile._torch.inductor import cache_folder, cache_in, looks_into_cache
 from fsdp_compile.comm.failures import refuse_failed_elsewhere
-from fsdp_compile.comm.groups import world_timeout_s
+from fsdp_compile.comm.groups import world_timeout
 from fsdp_compile.lower.cache_folder import UnusableFolderError, check_folder, private_folder
 
 T = TypeVar("T")
@@ -70,7 +70,7 @@ def compile_once(graph: str, lower: Callable[[], T], settings: Mapping[str, Any]
 def _wait(lock: FileLock) -> None:
     """Returns when nobody holds the lock any more, or after half of the user's timeout."""
     # Half: ranks of other hosts may wait in a collective already, and this one would only begin to compile.
-    timeout_s = world_timeout_s() / 2
+    timeout_s = world_timeout().total_seconds() / 2
     deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:
         with suppress(Timeout), lock.acquire(timeout=_LOOK_S, poll_interval=_PAUSE_S):

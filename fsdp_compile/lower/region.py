@@ -17,7 +17,7 @@ from fsdp_compile.errors import BudgetTooSmallError, FSDPCompileError
 from fsdp_compile.ir.graph import Phase, Record, StepGraph
 from fsdp_compile.lower.compiled_step import Compiled, CompiledStep, read_again
 from fsdp_compile.lower.graph_ends import take_head, take_tail
-from fsdp_compile.lower.shared_plan import Compared, Follow, Graphs, Lines, collectives_of, lines_of, read_in
+from fsdp_compile.lower.shared_plan import Compared, Follow, Lines, lines_of, read_in
 from fsdp_compile.lower.unused_outputs import Sources, gradient_sources
 from fsdp_compile.ops.effects import erase_markers
 from fsdp_compile.partition.cast_before_gather import cast_before_gather
@@ -67,7 +67,7 @@ class Region:
     number: int = 0
     may_recompute: bool = False
     graphs_ahead: Callable[[Phase], int | None] | None = None
-    settle: Callable[[Graphs, Follow], None] = nothing
+    settle: Callable[[Compared, Follow], None] = nothing
     may_follow: bool = False
     show: Callable[[StepGraph], None] = nothing
     refuse: Callable[[FSDPCompileError], None] = nothing
@@ -81,16 +81,11 @@ class Region:
 
     def partition(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Splits the joint graph and transforms both halves."""
-        with self._telling_of_refusals(), without_collections():
-            refuse_hidden_reads(joint)
-            wait_one_by_one(joint.graph)
-            name_inputs(joint.graph, self.flats)
-            self.read = read_in(joint.graph)
+        with self._transforming(joint):
             self.steps = with_fewest(
                 lambda recomputed: self._split(joint, inputs, recomputed, kwargs),
                 lambda: len(blocks(joint.graph)) if self.may_recompute else 0,
             )
-            self._settle_now()
         self.again = read_again(*self.steps)
         claim_gradients(*self.steps)
         return self.steps[0].gm, self.steps[1].gm
@@ -119,9 +114,19 @@ class Region:
             self._before = [half.copy() for half in halves]
 
     @contextmanager
-    def _telling_of_refusals(self) -> Iterator[None]:
+    def _transforming(self, gm: fx.GraphModule) -> Iterator[None]:
+        """Reads a graph that AOTAutograd made, before the block transforms it, and compares the result with others."""
         try:
-            yield
+            with without_collections():
+                refuse_hidden_reads(gm)
+                wait_one_by_one(gm.graph)
+                name_inputs(gm.graph, self.flats)
+                self.read = read_in(gm.graph)
+                yield
+                # Only when all are transformed: a rank whose second graph is refused must not have announced the first.
+                self.settle(Compared.of(self.steps, self.read, self.inserted), self._follow)
+                for step in self.steps:
+                    self.show(step)
         except FSDPCompileError as error:
             self.refuse(error)
             raise
@@ -141,40 +146,20 @@ class Region:
             raise max(refused, key=lambda error: error.least_bytes)
         return steps
 
-    def _settle_now(self) -> None:
-        # Only when all are transformed: a rank whose second graph is refused must not have announced the first.
-        self.settle(self._described(), self._follow)
-        for step in self.steps:
-            self.show(step)
-
-    def _follow(self, plan: Lines) -> Graphs:
+    def _follow(self, plan: Lines) -> Compared:
         """Transforms the graphs again, so that they follow a plan."""
         self.steps = self._both([half.copy() for half in self._before], plan)
-        return self._described()
-
-    def _described(self) -> Graphs:
-        read = {Phase.FORWARD: self.read}
-        # A pipeline that was told to stop early has inserted nothing, and has nothing to plan.
-        inserted = self.inserted
-        return {
-            step.phase: Compared(read.get(step.phase, ()), inserted.get(step.phase, ()), collectives_of(step))
-            for step in self.steps
-        }
+        return Compared.of(self.steps, self.read, self.inserted)
 
     def inference(self, gm: fx.GraphModule) -> None:
         """Transforms a graph that has no backward and so was never partitioned."""
-        with self._telling_of_refusals(), without_collections():
-            refuse_hidden_reads(gm)
-            wait_one_by_one(gm.graph)
-            name_inputs(gm.graph, self.flats)
-            self.read = read_in(gm.graph)
+        with self._transforming(gm):
             cast_before_gather(gm.graph)
             step = StepGraph(gm, Phase.FORWARD)
             self._remember([step])
             self.steps = self._both([step])
-            self._settle_now()
-            if self.steps[0].gm is not gm:
-                gm.graph = self.steps[0].graph
+        if self.steps[0].gm is not gm:
+            gm.graph = self.steps[0].graph
 
     def _said(self, doing: str, phase: Phase, graphs: int) -> str:
         place = 1 if phase is Phase.FORWARD else 2

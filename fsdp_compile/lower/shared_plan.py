@@ -55,21 +55,30 @@ Lines = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Compared:
-    """What ranks compare of one graph.
+    """What ranks compare of the graphs of a compile.
 
     Attributes:
-        read: What the program reads, in its order, if the graph is a forward.
-        inserted: Its collectives as the program reads: one for each parameter, before any plan.
-        planned: Its collectives as they will run: the alias of the process group, and the line of each.
+        read: What the program reads, in its order.
+        inserted: Their collectives as the program reads: one for each parameter, before any plan.
+        planned: Their collectives as they will run.
+        groups: The aliases of the process groups of these.
     """
 
     read: Lines
     inserted: Lines
-    planned: tuple[tuple[str, str], ...]
+    planned: Lines
+    groups: frozenset[str]
+
+    @classmethod
+    def of(cls, steps: Sequence[StepGraph], read: Lines, inserted: Mapping[Phase, Lines]) -> Compared:
+        """Describes transformed graphs, the forward first."""
+        starts = [node for step in steps for node in starts_of(step)]
+        # A pipeline that was told to stop early has inserted nothing, and has nothing to plan.
+        lines = (line for step in steps for line in inserted.get(step.phase, ()))
+        return cls(read, tuple(lines), tuple(map(line_of, starts)), frozenset(map(group_of, starts)))
 
 
-Graphs = Mapping[Phase, Compared]
-Follow = Callable[[Lines], Graphs]
+Follow = Callable[[Lines], Compared]
 """Transforms the graphs again, so that their collectives are some lines; nothing changes if it raises."""
 
 
@@ -103,7 +112,7 @@ class Settings:
         return cls(shared, own, options.prefetch == "auto" and not promises and not asks)
 
 
-def settle(graphs: Graphs, follow: Follow, settings: Settings) -> None:
+def settle(graphs: Compared, follow: Follow, settings: Settings) -> None:
     """Makes the transformed graphs of a compile those that the other ranks run.
 
     Args:
@@ -116,15 +125,10 @@ def settle(graphs: Graphs, follow: Follow, settings: Settings) -> None:
         RefusedElsewhereError: If a rank has refused to compile as many graphs; all may try again.
         RankFailedError: If a rank does not compile as many graphs in time, or the store fails.
     """
-    places = _places(alias for graph in graphs.values() for alias, _ in graph.planned)
+    places = _places(graphs.groups)
     if not places:
         return
-    shown = _Shown(
-        settings.shared,
-        tuple(line for graph in graphs.values() for line in graph.read),
-        tuple(line for graph in graphs.values() for line in graph.inserted),
-        _planned(graphs),
-    )
+    shown = _Shown(settings.shared, graphs.read, graphs.inserted, graphs.planned)
     key = digest_of(json.dumps([settings.own, shown.needs]))
     known = places[0].plans.get(key, [])
     if _takes_known(known, shown.planned, follow if settings.can_follow else None):
@@ -179,7 +183,7 @@ def _exchange(rounds: Sequence[_Round], mine: _Shown, follow: Follow | None) -> 
         last = place
     if follow is not None and _numbered(shown.planned) != _numbered(mine.planned):
         with suppress(CannotFollowError):
-            mine = dataclasses.replace(mine, planned=_planned(follow(_numbered(shown.planned))))
+            mine = dataclasses.replace(mine, planned=follow(_numbered(shown.planned)).planned)
         if _numbered(shown.planned) != _numbered(mine.planned):
             raise _mismatch(last.ranks, shown, last.rank, mine)
     for _, room, number in rounds:
@@ -246,10 +250,6 @@ def _at(lines: Lines, number: int) -> str:
     return f"[{lines[number]}]" if number < len(lines) else "nothing more"
 
 
-def _planned(graphs: Graphs) -> Lines:
-    return tuple(line for graph in graphs.values() for _, line in graph.planned)
-
-
 def _numbered(lines: Lines) -> Lines:
     """The lines of each phase with numbers for names: layers that share a graph have the names of one of them."""
     return tuple(line for _, of_phase in itertools.groupby(lines, _phase) for line in numbered(list(of_phase)))
@@ -271,11 +271,6 @@ def _places(aliases: Iterable[str]) -> list[RankStore]:
         if (place := groups.rank_store(alias)) is not None:
             found.setdefault(place.ranks, place)
     return [place for ranks, place in found.items() if not any({*ranks} < {*other} for other in found)]
-
-
-def collectives_of(step: StepGraph) -> tuple[tuple[str, str], ...]:
-    """The collectives of a graph: the alias of the process group, and the line of each."""
-    return tuple((group_of(node), line_of(node)) for node in starts_of(step))
 
 
 def read_in(graph: fx.Graph) -> Lines:

@@ -31,14 +31,14 @@ from fsdp_compile.sharding.arguments import (
     device_of,
     device_type_of,
     ignored_in,
+    is_whole,
+    refuse_params,
     roots_of,
 )
 from fsdp_compile.sharding.first_rank import FirstRank
 from fsdp_compile.sharding.materialize import materialize
-from fsdp_compile.sharding.params import is_whole, refuse_params
-from fsdp_compile.sharding.precision import torch_precision, with_excluded
 from fsdp_compile.sharding.replicated import Home, Place, ReplicatedParams
-from fsdp_compile.sharding.units import Unit, open_modules, plan_units
+from fsdp_compile.sharding.units import Unit, open_modules, plan_units, torch_precision, with_excluded
 
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 
@@ -231,7 +231,7 @@ class _Call:
         if values is not None:
             values.send(inner, self._policy)
         for module in self._below:
-            if (settings := private.settings_of(module)) is not None:
+            if (settings := private.kept_with(module, "settings")) is not None:
                 private.cast_inputs(module, casts=settings.cast_inputs_inside)
         self._replicate(places)
         for root in self.modules if self.separate_reduce_group else ():
@@ -248,14 +248,12 @@ class _Call:
     def _replicated_places(self) -> dict[Place, Home]:
         fn = self.placement
         # One that chooses no mesh may expect parameters that have dimensions.
-        chooses = fn is not None and any(
-            private.chosen_mesh(result) is not None for result in self._placements.values()
-        )
+        chooses = fn is not None and any(map(private.chosen_mesh, self._placements.values()))
 
         def home(unit: Unit, parameter: nn.Parameter) -> Home:
-            own, policy = private.chosen_mesh(fn(parameter)) if chooses and fn is not None else None, unit.policy
-            if own is not None:
-                policy = dataclasses.replace(policy, mesh=own.spmd_mesh or own.mesh, dp_mesh_dims=own.dp_mesh_dims)
+            policy = unit.policy
+            if chooses and fn is not None and (own := private.chosen_mesh(fn(parameter))) is not None:
+                policy = dataclasses.replace(policy, mesh=own[0], dp_mesh_dims=own[1])
             return Home(unit.modules[0], policy.mesh, tuple(policy.mesh_dims()))
 
         return {
@@ -300,7 +298,7 @@ class _Call:
             casts_output_in_eval=not (is_whole_unit and precision.full_precision_in_eval),
             separate_reduce_group=self.separate_reduce_group,
         )
-        private.set_settings(unit.modules[0], settings)
+        private.keep_with(unit.modules[0], "settings", settings)
         if settings.full_precision_in_eval:
             keep_inputs_in_eval(unit.modules[0])
 
@@ -310,26 +308,26 @@ class _Call:
             assert parameter is not None
             if not parameter.is_meta:
                 parameter.data = parameter.detach().to(device_of(home.mesh))
-        inner = {part: note for part in self._below if (note := private.note_of(part)) is not None}
+        inner = {part: its for part in self._below if (its := private.kept_with(part, "replicated")) is not None}
         if not places and not inner:
             return
         root = self.modules[0]
         own = ReplicatedParams(root, places)
-        for part, note in inner.items():
-            own.absorb(note)
-            private.set_note(part, None)
-        private.set_note(root, own)
+        for part, its in inner.items():
+            own.absorb(its)
+            private.keep_with(part, "replicated", None)
+        private.keep_with(root, "replicated", own)
 
 
 def _merge_splits(below: list[nn.Module]) -> None:
     """Makes one unit of each earlier call that split its module: it was the first of a bottom-up series."""
     for module in reversed(below):  # inner ones first
-        settings = private.settings_of(module)
+        settings = private.kept_with(module, "settings")
         if settings is None or settings.is_split:
             continue
-        parts = [part for part in module.modules() if (s := private.settings_of(part)) is not None and s.is_split]
+        parts = [p for p in module.modules() if (s := private.kept_with(p, "settings")) is not None and s.is_split]
         if parts:
             private.merge_calls(module, parts)
-            if (note := private.note_of(module)) is not None:
-                note.move(parts, module)
+            if (replicated := private.kept_with(module, "replicated")) is not None:
+                replicated.move(parts, module)
             below[:] = [part for part in below if private.has_call(part)]

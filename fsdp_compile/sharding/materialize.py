@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from fsdp_compile._torch.fully_shard_calls import is_offloaded, note_of, plain_class
+from fsdp_compile._torch.fully_shard_calls import is_offloaded, kept_with, plain_class
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2.buffers import in_own_dtype
 from fsdp_compile.sharding.arguments import InitFn, device_of
@@ -98,8 +98,8 @@ class _Work:
         self._mesh = first.device_mesh
         self._device = device_of(self._mesh)
         self._sends_to_host = any(is_offloaded(module) for module in model.modules())
-        notes = [note_of(module) for module in model.modules()]
-        self._replicated = {p for note in notes if isinstance(note, ReplicatedParams) for p in note.params()}
+        kept: list[ReplicatedParams | None] = [kept_with(module, "replicated") for module in model.modules()]
+        self._replicated = {p for each in kept if each is not None for p in each.params()}
 
     @torch.no_grad()
     def initialize(self, module: nn.Module, attributes: Iterable[str], name: str) -> None:

@@ -122,12 +122,12 @@ class ReplicatedParams:
         self._backward = -1
         messages: dict[tuple[Any, ...], list[torch.Tensor]] = {}
         for parameter, home in self.params().items():
-            reduction = reduction_of(home.unit)
-            if parameter not in self._waiting or (reduction is not None and not reduction.runs):
+            reduces, given = reduction_of(home.unit)
+            if parameter not in self._waiting or not reduces:
                 continue
             del self._waiting[parameter]
             if parameter.grad is not None:
-                groups, given = home.groups(), None if reduction is None else reduction.divide_by
+                groups = home.groups()
                 divide_by = float(math.prod(group.size() for group in groups) if given is None else given)
                 messages.setdefault((parameter.grad.dtype, divide_by, *groups), []).append(local_of(parameter.grad))
         for (_, divide_by, *groups), gradients in messages.items():

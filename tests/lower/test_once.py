@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +146,7 @@ def test_an_error_of_the_first_one_is_its_own(folder: Path) -> None:
 def test_nobody_waits_longer_than_the_users_timeout(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(once, "world_timeout_s", lambda: 0.6)
+    monkeypatch.setattr(once, "world_timeout", lambda: timedelta(seconds=0.6))
     with _held_by_another_process(folder):
         for _ in range(2):
             assert compile_once(_GRAPH, lambda: "compiled") == "compiled"

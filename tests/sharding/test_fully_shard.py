@@ -246,7 +246,7 @@ def test_reshard_after_forward_is_torchs(fake_world: Callable[..., Any], reshard
         for a, b in ((ours, theirs), (ours.blocks[0], theirs.blocks[0])):
             (own,), (other,) = (fsdp2.state(m)._fsdp_param_groups for m in (a, b))  # type: ignore[attr-defined]
             assert own.post_forward_mesh_info == other.post_forward_mesh_info
-            assert private.settings_of(a).auto_reshard is (reshard == "auto")
+            assert private.kept_with(a, "settings").auto_reshard is (reshard == "auto")
 
 
 def test_wrap_policies_choose_units_and_override(fake_world: Callable[..., Any]) -> None:
