@@ -189,24 +189,13 @@ def end_with_backward(state: FSDPState) -> None:
 
 def replace_hooks(state: FSDPState, pre: Callable[[PreHook], PreHook], post: Callable[[PostHook], PostHook]) -> None:
     """Puts what `pre` and `post` make of them in the place of FSDP2's two forward hooks, in each module of a state."""
+    both = (state._pre_forward_hook_handle, state._post_forward_hook_handle)
+    # A call on several modules has one handle for all of their hooks.
+    ids = {handle.id for one in both for handle in getattr(one, "handles", (one,))}
     for module in state._modules:
         for hooks, replaced in ((module._forward_pre_hooks, pre), (module._forward_hooks, post)):
             every: dict[int, Any] = hooks
-            for key in [key for key, hook in every.items() if _belongs_to(hook, state)]:
-                every[key] = replaced(every[key])
-
-
-def _belongs_to(hook: Any, state: FSDPState) -> bool:
-    """Whether a hook is a bound method of a state, below any decorators."""
-    while True:
-        if getattr(hook, "__self__", None) is state:
-            return True
-        cells = getattr(hook, "__closure__", None) or ()
-        if any(getattr(cell.cell_contents, "__self__", None) is state for cell in cells):
-            return True
-        if not hasattr(hook, "__wrapped__"):
-            return False
-        hook = hook.__wrapped__
+            every.update({key: replaced(hook) for key, hook in every.items() if key in ids})
 
 
 def take_marks(module: nn.Module) -> bool:

@@ -34,13 +34,13 @@ _OUTERMOST_BATCH = 1
 """Level of a batch that is in no other one."""
 
 
-def make_dtensor(local: torch.Tensor, like: Any, *, requires_grad: bool = False) -> DTensor:
+def make_dtensor(local: torch.Tensor, like: Any) -> DTensor:
     """Wraps `local` as a DTensor of the mesh, placements and global shape of the DTensor `like`; no check, no copy."""
     spec = like._spec
     if local.dtype != like.dtype:
         meta = TensorMeta(like.shape, like.stride(), local.dtype)
         spec = DTensorSpec(spec.mesh, spec.placements, meta)
-    return DTensor.__new__(DTensor, local, spec, requires_grad=requires_grad)
+    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 
 def new_dtensor(local: torch.Tensor, mesh: dist.DeviceMesh, placements: tuple[Any, ...], shape: torch.Size) -> DTensor:
@@ -141,11 +141,8 @@ def by_device_and_dtype(
     return groups
 
 
-def foreach_norm(tensors: list[torch.Tensor], order: float, dtype: torch.dtype) -> list[torch.Tensor]:
-    """The norm of each of some tensors of one dtype, accumulated and returned in `dtype`."""
-    return list(torch._foreach_norm(tensors, order, dtype=dtype))
-
-
+foreach_norm = torch._foreach_norm
+"""The norm of each of some tensors of one dtype, accumulated and returned in another."""
 foreach_mul_ = torch._foreach_mul_
 """Multiplies tensors of one device and dtype in place by a 0-d tensor of theirs."""
 foreach_lerp_ = torch._foreach_lerp_

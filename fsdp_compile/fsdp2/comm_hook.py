@@ -8,6 +8,7 @@ from torch import nn
 from fsdp_compile._torch import fully_shard as fsdp2
 from fsdp_compile._torch import fully_shard_params as torch_params
 from fsdp_compile.errors import ConfigError
+from fsdp_compile.fsdp2.shards import unwrap
 from fsdp_compile.fsdp2.take_over import model_of
 from fsdp_compile.ops import comm_hook
 from fsdp_compile.ops.comm_hook import CommHook, Registered
@@ -36,7 +37,7 @@ def register_comm_hook(model: nn.Module, hook: CommHook, state: object = None) -
         ConfigError: If the hook cannot be called so, the model is not sharded or only a part of one, or has a hook, or
             gradients are divided by what a user has set.
     """
-    model = getattr(model, "_orig_mod", model)
+    model = unwrap(model)
     states = fsdp2.states_below(model)
     groups = fsdp2.groups_below(model)
     _refuse(model, states, groups)

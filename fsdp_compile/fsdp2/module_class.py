@@ -244,25 +244,19 @@ def _name_in_eval(name: str) -> str:
 def _marker(module: nn.Module, name: str, flat: str, text: str) -> torch.Tensor:
     arguments = getattr(module, ARGUMENTS)
     if arguments is None or name not in arguments:
-        read: torch.Tensor = torch.ops.fsdp_compile.unshard(getattr(module, flat), text)
-        return read
-    # Without gradients nothing accumulates: evaluations need no graph for each state.
-    if not torch.is_grad_enabled():
-        kept: torch.Tensor = torch.ops.fsdp_compile.unshard(getattr(module, flat), text, arguments[name][1])
-        return kept
-    marked: torch.Tensor = torch.ops.fsdp_compile.unshard(getattr(module, flat), *arguments[name])
-    return marked
-
-
-@torch.compiler.disable
-def _gather_late(unit: Unit, module: nn.Module) -> None:
-    unit.gather_late(module)
+        given = (text,)
+    elif torch.is_grad_enabled():
+        given = arguments[name]
+    else:  # nothing accumulates: evaluations need no graph for each state
+        given = (text, arguments[name][1])
+    read: torch.Tensor = torch.ops.fsdp_compile.unshard(getattr(module, flat), *given)
+    return read
 
 
 def _gather_deferred(unit: Unit, module: nn.Module) -> None:
     """Gathers a unit by FSDP2's hooks if its call is in Python, where Dynamo was expected to trace it."""
     if unit.may_be_deferred:
-        _gather_late(unit, module)
+        unit.gather_late(module)
 
 
 class _Unseen(property):

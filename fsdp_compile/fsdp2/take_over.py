@@ -31,7 +31,7 @@ from fsdp_compile.fsdp2.buffers import originals_in_eval
 from fsdp_compile.fsdp2.module_class import LAYOUTS, UNIT, ParamRead, class_of, original_class, refresh_reads, set_flat
 from fsdp_compile.fsdp2.param_group import Param, ParamGroup
 from fsdp_compile.fsdp2.pipeline import Pipeline
-from fsdp_compile.fsdp2.shards import give_storages
+from fsdp_compile.fsdp2.shards import give_storages, unwrap
 from fsdp_compile.fsdp2.unit import Gatherer, Model, Unit
 from fsdp_compile.layout.spec import ROOT
 
@@ -69,8 +69,7 @@ def units(model: nn.Module) -> list[Unit]:
     Returns:
         None for a plain model.
     """
-    module = model._orig_mod if isinstance(model, OptimizedModule) else model
-    return [unit for found in take_over_all(module) for unit in found.units]
+    return [unit for found in take_over_all(unwrap(model)) for unit in found.units]
 
 
 def take_over_all(module: nn.Module) -> list[Model]:

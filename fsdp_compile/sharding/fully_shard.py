@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, TypeVar
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, ShardingStrategy
@@ -221,7 +220,11 @@ class _Call:
 
     def _shard_units(self) -> None:
         inner = {buffer for module in self._below for buffer in module.buffers()}
-        values = FirstRank(self._named_values(inner), self._policy) if self.sync_module_states else None
+        values = None
+        if self.sync_module_states:
+            own = {tensor for unit in self._units for tensor in unit.tensors()}.union(inner) - self.ignored
+            named = itertools.chain(self._whole.named_parameters(), self._whole.named_buffers())
+            values = FirstRank({name: tensor for name, tensor in named if tensor in own}, self._policy)
         _merge_splits(self._below)
         places = self._replicated_places()
         for unit in self._units:
@@ -239,12 +242,6 @@ class _Call:
             if isinstance(root, FSDPModule) and hasattr(root, "set_separate_reduce_scatter_group"):
                 root.set_separate_reduce_scatter_group()
 
-    def _named_values(self, inner: set[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What no call has sharded or ignores, and buffers of inner calls, by name, each once."""
-        own = {tensor for unit in self._units for tensor in unit.tensors()}.union(inner) - self.ignored
-        named = itertools.chain(self._whole.named_parameters(), self._whole.named_buffers())
-        return {name: tensor for name, tensor in named if tensor in own}
-
     def _replicated_places(self) -> dict[Place, Home]:
         fn = self.placement
         # One that chooses no mesh may expect parameters that have dimensions.
@@ -254,7 +251,7 @@ class _Call:
             policy = unit.policy
             if chooses and fn is not None and (own := private.chosen_mesh(fn(parameter))) is not None:
                 policy = dataclasses.replace(policy, mesh=own[0], dp_mesh_dims=own[1])
-            return Home(unit.modules[0], policy.mesh, tuple(policy.mesh_dims()))
+            return Home(unit.modules[0], policy)
 
         return {
             (module, name): home(unit, parameter)
@@ -307,7 +304,7 @@ class _Call:
             parameter = module._parameters[name]
             assert parameter is not None
             if not parameter.is_meta:
-                parameter.data = parameter.detach().to(device_of(home.mesh))
+                parameter.data = parameter.detach().to(device_of(home.policy.mesh))
         inner = {part: its for part in self._below if (its := private.kept_with(part, "replicated")) is not None}
         if not places and not inner:
             return

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
@@ -19,6 +18,7 @@ from fsdp_compile._torch.autograd import after_this_backward, backward_in_progre
 from fsdp_compile._torch.fully_shard_calls import reduction_of
 from fsdp_compile.comm.dtensor_layouts import DTensorLayout
 from fsdp_compile.fsdp2.shards import local_of
+from fsdp_compile.sharding.arguments import UnitPolicy
 
 Place = tuple[nn.Module, str]
 """A module, and the name of a parameter in it: `to_empty()` and `load_state_dict()` may replace the parameter."""
@@ -30,22 +30,16 @@ class Home:
 
     Attributes:
         unit: The module of the call that reduces the other gradients of its unit.
-        mesh: Of the other parameters, or what `shard_placement_fn` chose.
-        dims: The dimensions of `mesh` to average over, outermost first.
+        policy: Of the other parameters, with the mesh that `shard_placement_fn` chose, if any.
     """
 
     unit: nn.Module
-    mesh: DeviceMesh
-    dims: tuple[int, ...]
-
-    def groups(self) -> list[dist.ProcessGroup]:
-        """The groups whose ranks average, one after the other."""
-        return [self.mesh.get_group(dim) for dim in self.dims]
+    policy: UnitPolicy
 
     def layout(self, parameter: DTensor) -> DTensorLayout:
         """How a DTensor is laid out, and over which dimensions of its mesh gradients are averaged."""
         mesh = parameter.device_mesh
-        dims = frozenset(self.dims if mesh == self.mesh else ())
+        dims = frozenset(self.policy.mesh_dims() if mesh == self.policy.mesh else ())
         return DTensorLayout.of(mesh, parameter.placements, parameter.shape, dims)
 
 
@@ -127,7 +121,7 @@ class ReplicatedParams:
                 continue
             del self._waiting[parameter]
             if parameter.grad is not None:
-                groups = home.groups()
+                groups = home.policy.groups()
                 divide_by = float(math.prod(group.size() for group in groups) if given is None else given)
                 messages.setdefault((parameter.grad.dtype, divide_by, *groups), []).append(local_of(parameter.grad))
         for (_, divide_by, *groups), gradients in messages.items():
