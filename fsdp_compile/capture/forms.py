@@ -10,14 +10,8 @@ from typing import Final
 
 from torch import nn
 
+from fsdp_compile._torch import dynamo
 from fsdp_compile._torch import fully_shard as fsdp2
-from fsdp_compile._torch.dynamo import (
-    OptimizedModule,
-    compile_parts_instead,
-    given_backend,
-    inductor_config,
-    list_mode_options,
-)
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2.module_class import user_class
 from fsdp_compile.fsdp2.param_group import ParamGroup
@@ -49,13 +43,13 @@ class Form:
         return f"compiled {'block by block' if self.blocks else 'as a whole'}: {self.why}"
 
 
-def choose_form(compiled: OptimizedModule) -> Form:
+def choose_form(compiled: dynamo.OptimizedModule) -> Form:
     """The form of a compiled model that is sharded, and is about to be called first.
 
     Raises:
         ConfigError: If the user says "blocks", and the model has none.
     """
-    model, given = compiled._orig_mod, given_backend(compiled.dynamo_ctx)
+    model, given = compiled._orig_mod, dynamo.given_backend(compiled.dynamo_ctx)
     options = FSDPOptions.from_dict(given.options)
     said = f"options={{'regions': {options.regions!r}}}"
     blocks = () if options.regions == "whole" else _blocks(model)
@@ -73,8 +67,8 @@ def choose_form(compiled: OptimizedModule) -> Form:
     (kind, _), like = kinds.most_common(1)[0] if kinds else ((type(model), ()), 0)
     if like < LIKE_UNITS:
         return Form((), f"it has fewer than {LIKE_UNITS} like units")
-    settings = {**list_mode_options(given.mode), **options.inductor} if given.mode else options.inductor
-    if settings.get("triton.cudagraphs", inductor_config.triton.cudagraphs):
+    settings = {**dynamo.list_mode_options(given.mode), **options.inductor} if given.mode else options.inductor
+    if settings.get("triton.cudagraphs", dynamo.inductor_config.triton.cudagraphs):
         return Form((), "a CUDA graph cannot return a collective that runs")
     if compiled.dynamo_ctx.fullgraph:
         return Form((), "fullgraph=True")
@@ -115,9 +109,9 @@ def _blocks(model: nn.Module) -> tuple[nn.Module, ...]:
     return tuple(module for module in dict.fromkeys(found) if all(shared[id(p)] == 1 for p in module.parameters()))
 
 
-def divide(compiled: OptimizedModule, blocks: Sequence[nn.Module]) -> None:
+def divide(compiled: dynamo.OptimizedModule, blocks: Sequence[nn.Module]) -> None:
     """Compiles the blocks of a model in its place."""
-    compile_parts_instead(compiled, blocks)
+    dynamo.compile_parts_instead(compiled, blocks)
     _divided.add(compiled._orig_mod)
 
 

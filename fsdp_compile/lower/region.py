@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import fx
 
+from fsdp_compile._torch.distributed import collectives
 from fsdp_compile.capture.flat_inputs import name_inputs
 from fsdp_compile.capture.functions import refuse_hidden_reads
-from fsdp_compile.capture.own_waits import wait_one_by_one
 from fsdp_compile.cost.memory import bytes_beside
 from fsdp_compile.errors import BudgetTooSmallError, FSDPCompileError
 from fsdp_compile.ir.graph import Phase, Record, StepGraph
@@ -30,6 +30,10 @@ from fsdp_compile.progress import say, stage
 Transform = Callable[..., StepGraph]
 """Runs the passes on a graph; a second argument, if any, are the collectives of the plan that it has to follow."""
 Keep = Callable[[StepGraph, StepGraph], object]
+
+
+_WAIT_FOR_ALL: Any = getattr(getattr(collectives, "wait_tensors", None), "default", "no such operator")
+"""The program's wait for several messages, which torch traces since 2.15."""
 
 
 def nothing(*_: object) -> None:
@@ -119,7 +123,7 @@ class Region:
         try:
             with without_collections():
                 refuse_hidden_reads(gm)
-                wait_one_by_one(gm.graph)
+                _wait_one_by_one(gm.graph)
                 name_inputs(gm.graph, self.flats)
                 self.read = read_in(gm.graph)
                 yield
@@ -182,3 +186,20 @@ class Region:
         around = dataclasses.replace(around, head=head, tail=tail)
         with stage(self._said("lowering", phase, len(self.steps))):
             return around.around(compile_graph(messages))
+
+
+def _wait_one_by_one(graph: fx.Graph) -> None:
+    """Writes the program's waits for several messages as waits for one each: whatever orders or checks knows one kind.
+
+    before    %c = all_reduce_coalesced([%a, %b], ...)   %w = wait_tensors([%c[0], %c[1]])   %w[0], %w[1]
+    after     %c = all_reduce_coalesced([%a, %b], ...)   wait_tensor(%c[0]), wait_tensor(%c[1])
+    """
+    for wait in graph.find_nodes(op="call_function", target=_WAIT_FOR_ALL):
+        for item in list(wait.users):
+            messages: Any = wait.args[0]
+            with graph.inserting_before(wait):
+                one = graph.call_function(collectives.wait_tensor.default, (messages[item.args[1]],))
+            one.meta = dict(item.meta)
+            item.replace_all_uses_with(one)
+            graph.erase_node(item)
+        graph.erase_node(wait)

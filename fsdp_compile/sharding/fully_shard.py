@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, ShardingStrategy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch import fully_shard_calls as private
+from fsdp_compile.comm import alike
 from fsdp_compile.comm.failures import tell_of_uncaught_errors
 from fsdp_compile.config.policy import AnyOffloadPolicy, AnyPrecisionPolicy, WrapPolicy, as_mixed_precision, as_offload
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2.buffers import cast_buffers, in_own_dtype
 from fsdp_compile.fsdp2.take_over import keep_inputs_in_eval
-from fsdp_compile.sharding import wrap
 from fsdp_compile.sharding.arguments import (
     Device,
     InitFn,
@@ -34,10 +37,17 @@ from fsdp_compile.sharding.arguments import (
     refuse_params,
     roots_of,
 )
-from fsdp_compile.sharding.first_rank import FirstRank
 from fsdp_compile.sharding.materialize import materialize
 from fsdp_compile.sharding.replicated import Home, Place, ReplicatedParams
-from fsdp_compile.sharding.units import Unit, open_modules, plan_units, torch_precision, with_excluded
+from fsdp_compile.sharding.units import (
+    Unit,
+    automatic_units,
+    open_modules,
+    plan_units,
+    policy_units,
+    torch_precision,
+    with_excluded,
+)
 
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 
@@ -189,9 +199,9 @@ class _Call:
 
     def _chosen(self) -> dict[nn.Module, UnitPolicy]:
         if self.wrap_policy is not None:
-            chosen = wrap.policy_units(self._whole, self.wrap_policy, self._managed)
+            chosen = policy_units(self._whole, self.wrap_policy, self._managed)
             return {m: self.unit.overridden(changes) for m, changes in chosen.items()}
-        return dict.fromkeys(wrap.automatic_units(self._whole, self._managed) if self._is_split else (), self.policy)
+        return dict.fromkeys(automatic_units(self._whole, self._managed) if self._is_split else (), self.policy)
 
     def _later_dtypes(self, unit: Unit) -> list[list[nn.Parameter]]:
         """The trainable parameters of a unit of each dtype after the first: a group of FSDP2's has one."""
@@ -224,7 +234,7 @@ class _Call:
         if self.sync_module_states:
             own = {tensor for unit in self._units for tensor in unit.tensors()}.union(inner) - self.ignored
             named = itertools.chain(self._whole.named_parameters(), self._whole.named_buffers())
-            values = FirstRank({name: tensor for name, tensor in named if tensor in own}, self._policy)
+            values = _FirstRank({name: tensor for name, tensor in named if tensor in own}, self._policy)
         _merge_splits(self._below)
         places = self._replicated_places()
         for unit in self._units:
@@ -314,6 +324,47 @@ class _Call:
             own.absorb(its)
             private.keep_with(part, "replicated", None)
         private.keep_with(root, "replicated", own)
+
+
+class _FirstRank:
+    """What the first rank of the mesh has values for (`sync_module_states`); all ranks make it together.
+
+    Raises:
+        RankMismatchError: On all ranks, if they have different models.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], policy: UnitPolicy) -> None:
+        groups, device = policy.groups(), device_of(policy.mesh)
+        alike.require(
+            {name: f"{t.dtype} {tuple(t.shape)}" for name, t in tensors.items()},
+            groups,
+            device,
+            what="models",
+            where="fully_shard(sync_module_states=True)",
+            instead="the same model on every rank; ranks other than the first may have it on meta",
+        )
+        valued = alike.of_first([name for name, tensor in tensors.items() if not tensor.is_meta], groups, device)
+        self._tensors = [tensors[name] for name in valued]
+
+    @torch.no_grad()
+    def send(self, wanted: Container[torch.Tensor], policy: UnitPolicy) -> None:
+        """Gives some tensors the first rank's values on all ranks of a mesh, and memory where they have none."""
+        device = device_of(policy.mesh)
+        sent = [tensor for tensor in self._tensors if tensor in wanted]
+        self._tensors = [tensor for tensor in self._tensors if tensor not in wanted]  # their memory ends with sharding
+        for tensor in sent:
+            if tensor.is_meta:
+                value: torch.Tensor = torch.empty_like(tensor, device=device)
+                if isinstance(tensor, nn.Parameter):
+                    value = nn.Parameter(value, requires_grad=tensor.requires_grad)
+                torch.utils.swap_tensors(tensor, value)
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            value = local.detach().to(device).contiguous()
+            for group in policy.groups():
+                dist.broadcast(value, group=group, group_src=0)
+            if value.data_ptr() != local.data_ptr():
+                local.detach().copy_(value)
+            torch.autograd.graph.increment_version(local)  # collectives do not
 
 
 def _merge_splits(below: list[nn.Module]) -> None:
