@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from torch._dynamo.utils import counters
 from torch._inductor import config
 from torch._inductor.dependencies import WeakDep
 from torch._inductor.ir import MultiOutput
@@ -116,12 +115,6 @@ def looks_into_cache(settings: Mapping[str, Any]) -> bool:
     names = ("fx_graph_cache", "force_disable_caches")
     looks, is_disabled = (settings.get(name, getattr(config, name)) for name in names)
     return bool(looks and not is_disabled)
-
-
-def compiled_graphs() -> int:
-    """How many graphs this process has compiled so far, rather than loaded."""
-    counted = counters["inductor"]
-    return int(counted["fxgraph_cache_miss"] + counted["fxgraph_cache_bypass"])
 
 
 @contextmanager

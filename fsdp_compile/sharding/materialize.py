@@ -43,29 +43,21 @@ def materialize(model: nn.Module, param_init_fn: InitFn | None = None) -> None:
             instead="fully_shard(model) first; a model that needs no sharding is materialized by "
             "model.to_empty(device=...) and its own initialization",
         )
-    with in_own_dtype(model):
-        _fill_in(model, param_init_fn)
-
-
-def _fill_in(model: nn.Module, param_init_fn: InitFn | None) -> None:
     names = {module: name for name, module in model.named_modules()}
-    waiting: dict[nn.Module, list[str]] = {}
-
-    def look(module: nn.Module) -> None:
-        if attributes := [name for name, tensor in _own(module).items() if tensor.is_meta]:
-            waiting[module] = attributes
-
-    model.apply(look)
-    for module in waiting if param_init_fn is None else ():
-        if not callable(getattr(module, "reset_parameters", None)):
-            raise ConfigError(
-                f"a {type(module).__name__} has parameters or buffers on meta, and no reset_parameters()",
-                where=names[module] or "(root)",
-                instead="fully_shard(param_init_fn=...), or materialize(model, param_init_fn)",
-            )
-    work = _Work(model, param_init_fn or operator.methodcaller("reset_parameters"))
-    for module, attributes in waiting.items():
-        work.initialize(module, attributes, names[module])
+    modules: list[nn.Module] = []
+    model.apply(modules.append)
+    with in_own_dtype(model):
+        waiting = {m: on_meta for m in modules if (on_meta := [n for n, t in _own(m).items() if t.is_meta])}
+        for module in waiting if param_init_fn is None else ():
+            if not callable(getattr(module, "reset_parameters", None)):
+                raise ConfigError(
+                    f"a {type(module).__name__} has parameters or buffers on meta, and no reset_parameters()",
+                    where=names[module] or "(root)",
+                    instead="fully_shard(param_init_fn=...), or materialize(model, param_init_fn)",
+                )
+        work = _Work(model, param_init_fn or operator.methodcaller("reset_parameters"))
+        for module, attributes in waiting.items():
+            work.initialize(module, attributes, names[module])
 
 
 def _own(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -104,8 +96,9 @@ class _Work:
     @torch.no_grad()
     def initialize(self, module: nn.Module, attributes: Iterable[str], name: str) -> None:
         """Gives a module its own tensors in full, runs its initialization, and keeps this rank's part."""
-        old = {attribute: _own(module)[attribute] for attribute in attributes}
-        kept = {a: t for a, t in _own(module).items() if a not in old}
+        own = _own(module)
+        old = {attribute: own[attribute] for attribute in attributes}
+        kept = {attribute: tensor for attribute, tensor in own.items() if attribute not in old}
         for attribute, tensor in kept.items():  # an initialization may write to it, and `to_empty()` replace it
             value = tensor.detach()
             _put(module, attribute, _like(tensor, value.full_tensor() if isinstance(value, DTensor) else value.clone()))

@@ -19,7 +19,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_compile._torch.inductor import cache_folder, compiled_graphs
+from benchmarks._torch import compiled_graphs
+from fsdp_compile._torch.inductor import cache_folder
 from fsdp_compile.comm.failures import tell
 from fsdp_compile.errors import RankFailedError
 from fsdp_compile.lower import cache_folder as folders
