@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from fsdp_compile._torch.fully_shard import states_below
-from fsdp_compile.capture.whole_model import refusal_of_several
+from fsdp_compile.capture.forms import refusal_of_several
 from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.cost.hardware import hardware as named_hardware
 from fsdp_compile.errors import ConfigError
@@ -23,7 +23,7 @@ from fsdp_compile.explain.trace import trace
 from fsdp_compile.explain.units import units_of
 from fsdp_compile.fsdp2.module_class import user_class
 from fsdp_compile.fsdp2.take_over import model_of
-from fsdp_compile.lower.compiled_regions import regions_of
+from fsdp_compile.lower.region import regions_of
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.passes.settings import FUSION
 

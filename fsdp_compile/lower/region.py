@@ -7,19 +7,24 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import fx
 
 from fsdp_compile._torch.distributed import collectives
 from fsdp_compile.capture.flat_inputs import name_inputs
 from fsdp_compile.capture.functions import refuse_hidden_reads
+from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.cost.memory import bytes_beside
 from fsdp_compile.errors import BudgetTooSmallError, FSDPCompileError
+from fsdp_compile.fsdp2.param_group import ParamGroup
+from fsdp_compile.fsdp2.unit import Unit
 from fsdp_compile.ir.graph import Phase, Record, StepGraph
 from fsdp_compile.lower.compiled_step import Compiled, CompiledStep, read_again
 from fsdp_compile.lower.graph_ends import take_head, take_tail
 from fsdp_compile.lower.shared_plan import Compared, Follow, Lines, lines_of, read_in
 from fsdp_compile.lower.unused_outputs import Sources, gradient_sources
 from fsdp_compile.ops.effects import erase_markers
+from fsdp_compile.options import FSDPOptions
 from fsdp_compile.partition.cast_before_gather import cast_before_gather
 from fsdp_compile.partition.partition import partition
 from fsdp_compile.partition.recompute import blocks, with_fewest
@@ -203,3 +208,44 @@ def _wait_one_by_one(graph: fx.Graph) -> None:
             item.replace_all_uses_with(one)
             graph.erase_node(item)
         graph.erase_node(wait)
+
+
+@dataclasses.dataclass(eq=False)
+class CompiledRegion:
+    """The graphs of one compiled region as the passes left them, for `explain(compiled)`.
+
+    Lowering consumes a graph, so each unit that it reads stores a copy of its nodes.
+
+    Attributes:
+        number: Counts the regions of a model in the order of their compiles.
+        lower: As in `FSDPOptions.lower`.
+        hardware: What it was planned for, if that was given.
+        steps: The transformed graphs, forward first.
+    """
+
+    number: int
+    lower: str
+    hardware: Hardware | None
+    steps: list[StepGraph] = dataclasses.field(default_factory=list)
+
+
+def register_region(groups: Sequence[ParamGroup], options: FSDPOptions) -> CompiledRegion:
+    """Makes a region for the graphs of a compile; of several compiles of one region the last is kept.
+
+    The units of the parameter groups that it reads store it.
+    """
+    units: list[Unit] = list(dict.fromkeys(group.unit for group in groups))
+    of_models = {unit for model in {unit.model for unit in units} for unit in model.units}
+    earlier = [region.number for unit in of_models for region in unit.compiled_regions.values()]
+    region = CompiledRegion(max(earlier, default=-1) + 1, options.lower, options.planned_for)
+    key = tuple(map(id, groups))
+    for unit in units:
+        if torch.is_grad_enabled() or key not in unit.compiled_regions:  # evaluation does not replace training
+            unit.compiled_regions[key] = region
+    return region
+
+
+def regions_of(units: Iterable[Unit]) -> list[CompiledRegion]:
+    """Regions that read any of `units`, each once, in the order in which they were compiled."""
+    found = {region for unit in units for region in unit.compiled_regions.values() if region.steps}
+    return sorted(found, key=lambda region: region.number)

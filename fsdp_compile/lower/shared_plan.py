@@ -24,7 +24,6 @@ import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -133,12 +132,12 @@ def settle(graphs: Compared, follow: Follow, settings: Settings) -> None:
     known = places[0].plans.get(key, [])
     if _takes_known(known, shown.planned, follow if settings.can_follow else None):
         return
-    rounds = [_Round(place, place.rendezvous(), next(place.compiles)) for place in places]
+    rounds = [(place.rendezvous(), next(place.compiles)) for place in places]
     with telling_all():
         try:
             agreed = _exchange(rounds, shown, follow if settings.can_follow else None)
         except RefusedElsewhereError as error:
-            for _, room, number in rounds:
+            for room, number in rounds:
                 if room.name != error.heard_in:  # else all of its ranks hear of it
                     room.refuse(number, error)
             raise
@@ -161,32 +160,24 @@ def _takes_known(known: Sequence[Lines], mine: Lines, follow: Follow | None) -> 
     return False
 
 
-class _Round(NamedTuple):
-    """The number of a round of one group, and where its ranks meet."""
-
-    place: RankStore
-    room: Rendezvous
-    number: int
-
-
-def _exchange(rounds: Sequence[_Round], mine: _Shown, follow: Follow | None) -> Lines:
+def _exchange(rounds: Sequence[tuple[Rendezvous, int]], mine: _Shown, follow: Follow | None) -> Lines:
     """Takes the plan of the first rank of each group in turn, and waits until all ranks have done so."""
     shown = mine
-    for place, room, number in rounds:
+    for room, number in rounds:
         text = room.first(number, shown.digest, shown.text)
         if text is None:
             continue
         first = _Shown.of_text(text)
         if first.needs != shown.needs or follow is None:
-            raise _mismatch(place.ranks, first, place.rank, shown)
+            raise _mismatch(room.ranks, first, room.rank, shown)
         shown = dataclasses.replace(mine, planned=first.planned)
-        last = place
+        last = room
     if follow is not None and _numbered(shown.planned) != _numbered(mine.planned):
         with suppress(CannotFollowError):
             mine = dataclasses.replace(mine, planned=follow(_numbered(shown.planned)).planned)
         if _numbered(shown.planned) != _numbered(mine.planned):
             raise _mismatch(last.ranks, shown, last.rank, mine)
-    for _, room, number in rounds:
+    for room, number in rounds:
         room.meet(number)
     return shown.planned
 
