@@ -367,7 +367,7 @@ def divide_factor(group: TorchGroup) -> float | None:
     """What collectives' sums of gradients are divided by; `None` where collectives average over all ranks."""
     if group.gradient_divide_factor is None and group.force_sum_reduction_for_comms:
         where = placement_of(group)
-        return float(where.size * where.replicas)
+        return float(where.shards.size * where.replicas.size)
     return group.gradient_divide_factor
 
 
@@ -432,55 +432,51 @@ def offloads(group: TorchGroup) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
+class Ranks:
+    """Ranks that share parameters out, or that have copies of what they share out; by default this one alone.
+
+    Attributes:
+        group: Their process group, if any.
+        stride: Distance of neighbours in the world.
+    """
+
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+    stride: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
 class Placement:
     """The ranks over which a group is sharded.
 
     Attributes:
-        size: Ranks in the shard group.
-        rank: This rank's number in it.
-        group: Their process group; `None` if parameters are replicated only.
-        stride: Distance of neighbours in the world.
-        replicas: Ranks in the group of replicas, 1 if there are none.
-        replicate_group: Their process group.
-        replicate_stride: Distance of neighbours among replicas.
+        shards: The shard group; without a process group if parameters are replicated only.
+        replicas: The ranks with the same shards.
+        post_forward: Neighbours that keep a part of each parameter for backward.
         reshards: Whether parameters are freed between forward and backward.
-        post_forward_size: Neighbours that keep a part of each parameter for backward; 1 if none do.
-        post_forward_group: Their process group.
         reduces_apart: Whether gradients are reduced in a group of their own (`set_separate_reduce_scatter_group`).
     """
 
-    size: int
-    rank: int
-    group: dist.ProcessGroup | None
-    stride: int
-    replicas: int
-    replicate_group: dist.ProcessGroup | None
-    replicate_stride: int
+    shards: Ranks
+    replicas: Ranks
+    post_forward: Ranks
     reshards: bool
-    post_forward_size: int
-    post_forward_group: dist.ProcessGroup | None
     reduces_apart: bool
 
 
 def placement_of(group: TorchGroup) -> Placement:
     """The ranks over which a group is sharded, as FSDP2 has them now."""
     info, after = group.mesh_info, group.post_forward_mesh_info
-    is_sharded = hasattr(info, "shard_mesh_size")
-    has_replicas = getattr(info, "replicate_mesh_size", 1) > 1
-    is_smaller = after is not None and is_sharded and after.shard_mesh_size < info.shard_mesh_size
-    return Placement(
-        size=info.shard_mesh_size if is_sharded else 1,
-        rank=info.shard_mesh_rank if is_sharded else 0,
-        group=info.shard_process_group if is_sharded else None,
-        stride=_stride(info.mesh, info.shard_mesh_dim) if is_sharded else 1,
-        replicas=info.replicate_mesh_size if has_replicas else 1,
-        replicate_group=info.replicate_process_group if has_replicas else None,
-        replicate_stride=_stride(info.mesh, info.replicate_mesh_dim) if has_replicas else 1,
-        reshards=after is not None,
-        post_forward_size=after.shard_mesh_size if is_smaller else 1,
-        post_forward_group=after.shard_process_group if is_smaller else None,
-        reduces_apart=getattr(info, "reduce_scatter_process_group", None) is not None,
-    )
+    shards = replicas = post_forward = Ranks()
+    if hasattr(info, "shard_mesh_size"):
+        shards = Ranks(info.shard_mesh_size, info.shard_process_group, _stride(info.mesh, info.shard_mesh_dim))
+        if after is not None and after.shard_mesh_size < info.shard_mesh_size:
+            post_forward = Ranks(after.shard_mesh_size, after.shard_process_group)
+    if getattr(info, "replicate_mesh_size", 1) > 1:
+        stride = _stride(info.mesh, info.replicate_mesh_dim)
+        replicas = Ranks(info.replicate_mesh_size, info.replicate_process_group, stride)
+    reduces_apart = getattr(info, "reduce_scatter_process_group", None) is not None
+    return Placement(shards, replicas, post_forward, after is not None, reduces_apart)
 
 
 def _stride(mesh: DeviceMesh, dim: int | None) -> int:

@@ -42,7 +42,7 @@ def register_comm_hook(model: nn.Module, hook: CommHook, state: object = None) -
     groups = fsdp2.groups_below(model)
     _refuse(model, states, groups)
     for group in groups:
-        is_split = fsdp2.placement_of(group).size > 1
+        is_split = fsdp2.placement_of(group).shards.size > 1
         comm_hook.check_signature(hook, ("state", "gradient", "output") if is_split else ("state", "gradient"))
     is_known = all(_is_known(group, hook, state) for group in groups)
     registered = Registered("", hook, state) if is_known else comm_hook.register(hook, state)
@@ -74,10 +74,11 @@ def _refuse(model: nn.Module, states: list[fsdp2.FSDPState], groups: list[fsdp2.
 def _is_known(group: fsdp2.TorchGroup, hook: CommHook, state: object) -> bool:
     """Whether the passes can write the hook as nodes."""
     where = fsdp2.placement_of(group)
-    over = where.group if where.size > 1 else where.replicate_group
+    is_split = where.shards.size > 1
+    over = (where.shards if is_split else where.replicas).group
     ranks = [dist.get_rank()] if over is None else dist.get_process_group_ranks(over)
     return all(
-        comm_hook.is_plain_average(hook, state, ranks, parameter.dtype, split=where.size > 1)
+        comm_hook.is_plain_average(hook, state, ranks, parameter.dtype, split=is_split)
         for param in fsdp2.params_of(group)
         if (parameter := torch_params.sharded_param(param)).requires_grad
     )
