@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -145,9 +145,8 @@ def _make_serial_gloo(store: dist.Store, rank: int, size: int, timeout: timedelt
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 
-def register_group_alias(name: str, group: dist.ProcessGroup) -> None:
-    """Registers a second, rank-independent name under which graphs find `group`."""
-    _register_process_group(name, group)  # type: ignore[arg-type, unused-ignore]
+register_group_alias: Callable[[str, dist.ProcessGroup], None] = _register_process_group
+"""Registers a second, rank-independent name under which graphs find a group."""
 
 
 def high_priority(backends: str, timeout: timedelta | None = None) -> Any:

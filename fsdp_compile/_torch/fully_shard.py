@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Sequence
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -57,9 +58,8 @@ def sharded_modules() -> list[nn.Module]:
     return [module for module in list(_module_state_mapping) if state_of(module) is not None]
 
 
-def lazy_init(state: FSDPState) -> None:
-    """Finishes FSDP2's initialization of the model whose root has this state, as its first forward does."""
-    state._lazy_init()
+lazy_init: Callable[[FSDPState], None] = methodcaller("_lazy_init")
+"""Finishes FSDP2's initialization of the model whose root has this state, as its first forward does."""
 
 
 def lazy_init_on_meta(state: FSDPState) -> None:
@@ -90,11 +90,6 @@ def is_inner(state: FSDPState) -> bool:
     return state._is_root is False
 
 
-def modules_of(state: FSDPState) -> tuple[nn.Module, ...]:
-    """The modules that one call of `fully_shard` was given."""
-    return tuple(state._modules)
-
-
 def groups_of(state: FSDPState) -> list[TorchGroup]:
     """The parameter groups of a state: one, or one for each mesh; none if it has no parameters of its own."""
     if has_group_lists():
@@ -119,9 +114,18 @@ def has_group_lists() -> bool:
     return hasattr(FSDPState(), "_fsdp_param_groups")
 
 
-def policy_of(state: FSDPState) -> Any:
-    """The `MixedPrecisionPolicy` of a state."""
-    return state._mp_policy
+modules_of: Callable[[FSDPState], tuple[nn.Module, ...]] = attrgetter("_modules")
+"""The modules that one call of `fully_shard` was given."""
+policy_of: Callable[[FSDPState], Any] = attrgetter("_mp_policy")
+"""The `MixedPrecisionPolicy` of a state."""
+training_state: Callable[[FSDPState], TrainingState] = attrgetter("_training_state")
+"""Where a state is in its step."""
+prefetched: Callable[[FSDPState], tuple[Sequence[FSDPState], Sequence[FSDPState]]] = attrgetter(
+    "_states_to_forward_prefetch", "_states_to_backward_prefetch"
+)
+"""The states whose units are to be gathered early, where this one is used: in forward, and in backward."""
+end_with_backward: Callable[[FSDPState], None] = methodcaller("_register_root_post_backward_final_callback")
+"""Makes FSDP2 end its part of a backward, as its own hooks do where the output of the root comes from them."""
 
 
 def keep(state: FSDPState, name: str, value: object) -> None:
@@ -137,16 +141,6 @@ def kept(state: FSDPState | None, name: str) -> Any:
 def own_setting(state: FSDPState, name: str, *, default: Any) -> Any:
     """A setting of this package's `fully_shard` for which FSDP2 has no place."""
     return getattr(kept(state, "settings"), name, default)
-
-
-def prefetched(state: FSDPState) -> tuple[Sequence[FSDPState], Sequence[FSDPState]]:
-    """The states whose units are to be gathered early, where this one is used: in forward, and in backward."""
-    return state._states_to_forward_prefetch, state._states_to_backward_prefetch
-
-
-def training_state(state: FSDPState) -> TrainingState:
-    """Where a state is in its step."""
-    return state._training_state
 
 
 def is_last_backward(state: FSDPState) -> bool:
@@ -180,11 +174,6 @@ def leave_forward(state: FSDPState) -> None:
         group._training_state = TrainingState.IDLE
     if state._state_ctx.iter_forward_root is state:
         state._state_ctx.iter_forward_root = None
-
-
-def end_with_backward(state: FSDPState) -> None:
-    """Makes FSDP2 end its part of a backward, as its own hooks do where the output of the root comes from them."""
-    state._register_root_post_backward_final_callback()
 
 
 def replace_hooks(state: FSDPState, pre: Callable[[PreHook], PreHook], post: Callable[[PostHook], PostHook]) -> None:
@@ -290,20 +279,18 @@ def observe(group: TorchGroup, observer: Any) -> None:
 # Parameter groups.
 
 
-def params_of(group: TorchGroup) -> list[TorchParam]:
-    """The parameters of a group, in the order of registration."""
-    return list(group.fsdp_params)
-
-
-def mesh_of(group: TorchGroup) -> DeviceMesh:
-    """The data-parallel mesh of a group: the ranks of shards and of replicas, without tensor parallelism."""
-    mesh: DeviceMesh = group.mesh_info.mesh
-    return mesh
-
-
-def is_sharded(group: TorchGroup) -> bool:
-    """Whether the modules of a group have its sharded parameters registered."""
-    return bool(group.is_sharded)
+params_of: Callable[[TorchGroup], list[TorchParam]] = attrgetter("fsdp_params")
+"""The parameters of a group, in the order of registration."""
+mesh_of: Callable[[TorchGroup], DeviceMesh] = attrgetter("mesh_info.mesh")
+"""The data-parallel mesh of a group: the ranks of shards and of replicas, without tensor parallelism."""
+is_sharded: Callable[[TorchGroup], bool] = attrgetter("is_sharded")
+"""Whether the modules of a group have its sharded parameters registered."""
+is_gathered_by_user: Callable[[TorchGroup], bool] = attrgetter("_fsdp_compile_asked")
+"""Whether the user has called `unshard()`, and nothing has used or freed its result yet."""
+reduces: Callable[[TorchGroup], bool] = attrgetter("reduce_grads")
+"""Whether backwards reduce the gradients of a group at all (`set_requires_gradient_sync`)."""
+reductions: Callable[[TorchGroup], tuple[bool, bool]] = attrgetter("reduce_grads", "all_reduce_grads")
+"""Whether backwards reduce gradients over the shard group, and over replicas."""
 
 
 def is_being_gathered(group: TorchGroup) -> bool:
@@ -315,11 +302,6 @@ def reshard(group: TorchGroup) -> None:
     """Registers the sharded parameters of a group again, frozen or trained as the gathered ones, and frees these."""
     end_unshard(group)
     group._to_sharded()
-
-
-def is_gathered_by_user(group: TorchGroup) -> bool:
-    """Whether the user has called `unshard()`, and nothing has used or freed its result yet."""
-    return bool(group._fsdp_compile_asked)
 
 
 def take_gathered(group: TorchGroup) -> dict[int, torch.Tensor]:
@@ -401,11 +383,6 @@ def note_unreduced(group: TorchGroup) -> None:
     group._post_backward_pending = True
 
 
-def reduces(group: TorchGroup) -> bool:
-    """Whether backwards reduce the gradients of a group at all (`set_requires_gradient_sync`)."""
-    return bool(group.reduce_grads)
-
-
 def all_reduces(group: TorchGroup) -> bool:
     """Whether backwards sum gradients over replicas (`set_requires_all_reduce`); True without replicas."""
     return bool(group.all_reduce_grads) or not group._is_hsdp
@@ -414,11 +391,6 @@ def all_reduces(group: TorchGroup) -> bool:
 def has_partial_gradients(group: TorchGroup) -> bool:
     """Whether gradients of FSDP2's wait for their sum over replicas."""
     return group._partial_reduce_output is not None
-
-
-def reductions(group: TorchGroup) -> tuple[bool, bool]:
-    """Whether backwards reduce gradients over the shard group, and over replicas."""
-    return group.reduce_grads, group.all_reduce_grads
 
 
 def set_reductions(group: TorchGroup, flags: tuple[bool, bool]) -> None:

@@ -12,16 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 
-from fsdp_compile._torch.fully_shard import (
-    class_below,
-    groups_of,
-    has_group_lists,
-    keep,
-    kept,
-    reductions,
-    state_of,
-    states_below,
-)
+from fsdp_compile._torch import fully_shard as fsdp2
 from fsdp_compile._torch.fully_shard_names import (
     REGISTRY_KEY,
     STATE_KEY,
@@ -46,7 +37,7 @@ _PLACEMENT_RESULT: Any = getattr(_fsdp_common, "ShardPlacementResult", ())
 
 def has_call(module: nn.Module) -> bool:
     """Whether torch's `fully_shard` was called on a module."""
-    return state_of(module) is not None
+    return fsdp2.state_of(module) is not None
 
 
 def is_closed(module: nn.Module) -> bool:
@@ -75,12 +66,12 @@ def chosen_mesh(result: object) -> tuple[DeviceMesh, Any] | None:
 
 def keep_with(module: nn.Module, name: str, value: object) -> None:
     """`keep` for the call on `module`."""
-    keep(_state(module), name, value)
+    fsdp2.keep(_state(module), name, value)
 
 
 def kept_with(module: nn.Module, name: str) -> Any:
     """What `keep_with` kept for the call on `module`; `None` if nothing, or without a call."""
-    return kept(state_of(module), name)
+    return fsdp2.kept(fsdp2.state_of(module), name)
 
 
 # What a call makes beyond torch's own.
@@ -141,14 +132,14 @@ def merge_calls(into: nn.Module, others: Iterable[nn.Module]) -> None:
             del _module_state_mapping[module]
             del module.__dict__[STATE_KEY][_APPLIED]
             del module.__dict__[REGISTRY_KEY][_APPLIED.__name__]
-            module.__class__ = class_below(type(module))
-        for group in groups_of(state):
-            same = next((each for each in groups_of(target) if _may_be_one(each, group)), None)
+            module.__class__ = fsdp2.class_below(type(module))
+        for group in fsdp2.groups_of(state):
+            same = next((each for each in fsdp2.groups_of(target) if _may_be_one(each, group)), None)
             if same is not None:
                 same.fsdp_params.extend(group.fsdp_params)
                 continue
             group.modules = target._modules
-            if has_group_lists():
+            if fsdp2.has_group_lists():
                 target._fsdp_param_groups.append(group)
             else:
                 target._fsdp_param_group = group
@@ -165,21 +156,21 @@ def reduction_of(module: nn.Module) -> tuple[bool, float | None]:
 
     As by default if it has sharded no parameters.
     """
-    group = next(iter(groups_of(_state(module))), None)
-    return (True, None) if group is None else (all(reductions(group)), group.gradient_divide_factor)
+    group = next(iter(fsdp2.groups_of(_state(module))), None)
+    return (True, None) if group is None else (all(fsdp2.reductions(group)), group.gradient_divide_factor)
 
 
 def is_offloaded(module: nn.Module) -> bool:
     """Whether the call on `module` keeps shards on the host; not without a call."""
-    state = state_of(module)
-    return state is not None and any(isinstance(g.offload_policy, CPUOffloadPolicy) for g in groups_of(state))
+    state = fsdp2.state_of(module)
+    return state is not None and any(isinstance(g.offload_policy, CPUOffloadPolicy) for g in fsdp2.groups_of(state))
 
 
 @contextlib.contextmanager
 def plain_class(module: nn.Module) -> Iterator[None]:
     """A context in which methods that FSDP2 overrides, such as what `to_empty()` calls, are those of `nn.Module`."""
     sharded = type(module)
-    module.__class__ = class_below(type(module))
+    module.__class__ = fsdp2.class_below(type(module))
     try:
         yield
     finally:
@@ -187,7 +178,7 @@ def plain_class(module: nn.Module) -> Iterator[None]:
 
 
 def _state(module: nn.Module) -> Any:
-    state = state_of(module)
+    state = fsdp2.state_of(module)
     assert state is not None, type(module).__name__
     return state
 
@@ -225,4 +216,4 @@ def _is_of_fsdp2(hook: Any) -> bool:
 
 def forward_in_progress(module: nn.Module) -> bool:
     """Whether a forward of a model that `module` or one of its parts belongs to has begun, and not ended."""
-    return any(state._state_ctx.iter_forward_root is not None for state in states_below(module))
+    return any(state._state_ctx.iter_forward_root is not None for state in fsdp2.states_below(module))
