@@ -20,8 +20,6 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict as l
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict as save_state_dict
 from torch.distributed.utils import _apply_to_tensors
 
-__all__ = ["StorageInfo", "flatten_state_dict", "load_state_dict", "save_state_dict", "unflatten_state_dict"]
-
 MemoryFormat: Any = metadata._MEM_FORMAT_ENCODING
 """What DCP writes for `torch.memory_format`."""
 

@@ -30,35 +30,11 @@ from torch._guards import TracingContext, detect_fake_mode
 from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._logging._internal import trace_structured_artifact
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule  # its code is made when it is asked for
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.checkpoint import CheckpointPolicy
-
-__all__ = [
-    "CheckpointPolicy",
-    "CustomPartitionerFn",
-    "LazyGraphModule",
-    "OptimizedModule",
-    "SavedForBackwardsAOTOutput",
-    "TracingContext",
-    "aot_autograd",
-    "compile_fx",
-    "compile_fx_inner",
-    "comptime",
-    "detect_fake_mode",
-    "dynamo_config",
-    "functorch_config",
-    "get_hash_for_files",
-    "graph_break",
-    "inductor_config",
-    "list_mode_options",
-    "min_cut_rematerialization_partition",
-    "skip_code",
-    "trace_structured_artifact",
-]
-
 
 _SAVED: tuple[type, ...] = tuple(
     getattr(descriptors, name)

@@ -36,8 +36,6 @@ from fsdp_compile._torch.fully_shard_names import (
 )
 from fsdp_compile._torch.fully_shard_params import TorchParam, end_unshard
 
-__all__ = ["MANAGED", "FSDPModule", "FSDPState", "TrainingState"]
-
 TorchGroup = Any
 """A `FSDPParamGroup` of torch."""
 PreHook = Callable[[nn.Module, Any, Any], Any]

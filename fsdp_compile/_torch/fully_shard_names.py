@@ -15,21 +15,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-__all__ = [
-    "REGISTRY_KEY",
-    "STATE_KEY",
-    "DefaultAllGather",
-    "DefaultReduceScatter",
-    "FSDPParam",
-    "FSDPParamGroup",
-    "FSDPState",
-    "TrainingState",
-    "_fsdp_common",
-    "_fsdp_init",
-    "_fully_shard",
-    "_module_state_mapping",
-]
-
 MANAGED = "_is_fsdp_managed_module"
 """FSDP2's mark on each module of a sharded model; Dynamo guards marked modules in a way of its own."""
 ORIGINAL_PARAMS = "_fsdp_use_orig_params"

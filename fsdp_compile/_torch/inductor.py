@@ -23,7 +23,6 @@ try:
 except ImportError:  # an older torch has no such class, and caches nothing that a pass of the scheduler has changed
     CustomSchedulerPass = object  # type: ignore[assignment, misc]
 
-__all__ = ["CustomSchedulerPass"]
 
 _CHECK = "combo_kernel_peak_memory_pct_threshold"
 COMBO_KERNELS_UNCHECKED: Final[dict[str, None]] = {_CHECK: None} if hasattr(config, _CHECK) else {}
