@@ -106,10 +106,7 @@ def data_parallel_dims(param: TorchParam) -> frozenset[int]:
 def refs_of(param: TorchParam) -> list[tuple[nn.Module, str]]:
     """The modules that register a parameter, with its name in each."""
     info = param._module_info
-    return [
-        (info.module, info.param_name),
-        *zip(info.shared_modules, info.shared_param_names, strict=True),
-    ]
+    return [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
 
 
 def are_registered(params: Sequence[TorchParam]) -> bool:

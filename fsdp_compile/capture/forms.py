@@ -5,7 +5,6 @@ What needs all of a model in one graph is refused for a part of it.
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -32,24 +31,11 @@ _divided: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Compiled models whose blocks are compiled one by one."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Form:
-    """How a model is compiled.
-
-    Attributes:
-        blocks: The modules that are compiled one by one; none of a model that is compiled as a whole.
-        why: For the log.
-    """
-
-    blocks: tuple[nn.Module, ...]
-    why: str
-
-    def __str__(self) -> str:
-        return f"compiled {'block by block' if self.blocks else 'as a whole'}: {self.why}"
-
-
-def choose_form(compiled: dynamo.OptimizedModule) -> Form:
+def choose_form(compiled: dynamo.OptimizedModule) -> tuple[tuple[nn.Module, ...], str]:
     """The form of a compiled model that is sharded, and is about to be called first.
+
+    Returns:
+        The modules to compile one by one, or none to compile the model as a whole; and why.
 
     Raises:
         ConfigError: If the user says "blocks", and the model has none.
@@ -65,20 +51,20 @@ def choose_form(compiled: dynamo.OptimizedModule) -> Form:
             instead="fully_shard() for each block before fully_shard(model), or 'regions': 'whole'",
         )
     if options.regions != "auto":
-        return Form(blocks, said)
+        return blocks, said
     # A single layer is no block: what comes after it could not be fused with it.
     several = [block for block in blocks if any(True for _ in block.children())]
     kinds = Counter((user_class(block), tuple(p.shape for p in block.parameters())) for block in several)
     (kind, _), like = kinds.most_common(1)[0] if kinds else ((type(model), ()), 0)
     if like < LIKE_UNITS:
-        return Form((), f"it has fewer than {LIKE_UNITS} like units")
+        return (), f"it has fewer than {LIKE_UNITS} like units"
     settings = {**dynamo.list_mode_options(given.mode), **options.inductor} if given.mode else options.inductor
     if settings.get("triton.cudagraphs", dynamo.inductor_config.triton.cudagraphs):
-        return Form((), "a CUDA graph cannot return a collective that runs")
+        return (), "a CUDA graph cannot return a collective that runs"
     if compiled.dynamo_ctx.fullgraph:
-        return Form((), "fullgraph=True")
+        return (), "fullgraph=True"
     found = next(_only_of_whole_models(model, blocks, options), "")
-    return Form((), found) if found else Form(blocks, f"{like} units of {kind.__name__} are like one another")
+    return ((), found) if found else (blocks, f"{like} units of {kind.__name__} are like one another")
 
 
 def _only_of_whole_models(model: nn.Module, blocks: Sequence[nn.Module], options: FSDPOptions) -> Iterator[str]:

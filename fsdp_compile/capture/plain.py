@@ -70,10 +70,10 @@ def _begin(compiled: dynamo.OptimizedModule) -> None:
     module = compiled._orig_mod
     shard_now(module)
     take_over_all(module)  # before Dynamo looks for a graph: one of another model may fit its classes
-    form = choose_form(compiled)
-    say(f"{user_class(module).__name__} is {form}")
-    if form.blocks:
-        divide(compiled, form.blocks)
+    blocks, why = choose_form(compiled)
+    say(f"{user_class(module).__name__} is compiled {'block by block' if blocks else 'as a whole'}: {why}")
+    if blocks:
+        divide(compiled, blocks)
     elif dynamo.is_of_torch(module):
         watch_calls(compiled)
 

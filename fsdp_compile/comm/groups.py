@@ -28,8 +28,7 @@ from fsdp_compile._torch.distributed import (
     serial_gloo_group,
     timeout_of,
 )
-from fsdp_compile.comm.answering_store import AnsweringStore
-from fsdp_compile.comm.failures import remember_world
+from fsdp_compile.comm.failures import AnsweringStore, remember_world
 from fsdp_compile.comm.rendezvous import Rendezvous
 from fsdp_compile.errors import ConfigError
 

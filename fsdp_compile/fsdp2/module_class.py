@@ -15,13 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_compile._torch.dynamo import (
-    comptime,
-    leave_while_traced,
-    root_translator,
-    skip_code,
-    traces_a_forward,
-)
+from fsdp_compile._torch.dynamo import comptime, leave_while_traced, root_translator, skip_code, traces_a_forward
 from fsdp_compile._torch.fully_shard import MANAGED, class_below
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.fsdp2.buffers import CASTS

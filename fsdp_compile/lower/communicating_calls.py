@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdp_compile._torch.autograd import profiler_runs
 from fsdp_compile._torch.distributed import collectives
 from fsdp_compile._torch.tensors import OpOverload
-from fsdp_compile.ir.graph import Role, StepGraph, record_of
+from fsdp_compile.ir.graph import Role, record_of
 from fsdp_compile.layout.profiler_ranges import Range, profiled
 
 _NODE = re.compile(r"While executing %(\w+)")
@@ -63,11 +63,6 @@ class CommunicatingCall:
     waits_for: str
 
 
-def communicating_calls(step: StepGraph) -> tuple[CommunicatingCall, ...]:
-    """All calls of a transformed graph that communicate, in their order."""
-    return tuple(call for node in step.graph.nodes if (call := _call(node)) is not None)
-
-
 def ranges(calls: Sequence[CommunicatingCall], names: Mapping[str, str]) -> AbstractContextManager[object]:
     """A context for one run of a graph: its calls have ranges if a profiler runs.
 
@@ -78,7 +73,8 @@ def ranges(calls: Sequence[CommunicatingCall], names: Mapping[str, str]) -> Abst
     return _Ranges(calls, names) if calls and profiler_runs() else nullcontext()
 
 
-def _call(node: fx.Node) -> CommunicatingCall | None:
+def communicating_call(node: fx.Node) -> CommunicatingCall | None:
+    """What a node of a transformed graph communicates; `None` if it does not."""
     if not isinstance(node.target, OpOverload):
         return None
     record = record_of(node)

@@ -24,7 +24,7 @@ from fsdp_compile.fsdp2.pipeline import Head, Tail, gathered, reduced
 from fsdp_compile.ir.graph import MADE, Phase, Record, Role, StepGraph, require, role_of
 from fsdp_compile.ir.queries import beside, flat_of
 from fsdp_compile.layout.spec import GradPlacement, Update
-from fsdp_compile.lower.communicating_calls import CommunicatingCall, communicating_calls, failed_wait, ranges
+from fsdp_compile.lower.communicating_calls import CommunicatingCall, communicating_call, failed_wait, ranges
 from fsdp_compile.lower.unused_outputs import Sources, UnusedOutputs, tangents_of
 
 Compiled = Callable[[list[Any]], Any]
@@ -98,7 +98,7 @@ class CompiledStep:
         return CompiledStep(
             phase=step.phase,
             flats={i: record.unit for i, record in flats.items()},
-            calls=communicating_calls(step),
+            calls=tuple(call for node in step.graph.nodes if (call := communicating_call(node)) is not None),
             counted=tuple(i for i, record in flats.items() if flat_of(record) in again),
             grads=() if is_forward else tuple(_grad_outputs(step)),
             tangents=() if is_forward else tuple(tangents_of(step)),
