@@ -31,9 +31,7 @@ def outside_of_transforms() -> Iterator[None]:
 def leave_unused_undefined(inputs: Iterable[object], outputs: Iterable[object]) -> None:
     """Makes the backward of a graph that AOTAutograd compiled get `None` instead of zeros for outputs without gradient.
 
-    Args:
-        inputs: Of the graph.
-        outputs: Of the same call.
+    The inputs and outputs are those of one call.
     """
     others = {value.grad_fn for value in inputs if isinstance(value, torch.Tensor)}
     for value in outputs:

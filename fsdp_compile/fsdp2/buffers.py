@@ -61,8 +61,7 @@ def cast_buffers(modules: Iterable[nn.Module], dtype: torch.dtype, *, in_eval: b
     for module in modules:
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_floating_point() and buffer.dtype != dtype:
-                if buffer not in made:
-                    made[buffer] = CastBuffer(buffer, dtype, in_eval=in_eval)
+                made[buffer] = made.get(buffer) or CastBuffer(buffer, dtype, in_eval=in_eval)
                 _register(module, name, made[buffer])
 
 
@@ -120,8 +119,6 @@ def _cast_again(module: nn.Module, names: Iterable[str], made: dict[torch.Tensor
         if buffer is None or buffer is cast.cast:
             continue
         if buffer is not cast.original or buffer.device != cast.cast.device:
-            if buffer not in made:
-                made[buffer] = CastBuffer(buffer, cast.cast.dtype, in_eval=cast.in_eval)
-            cast = made[buffer]
+            cast = made[buffer] = made.get(buffer) or CastBuffer(buffer, cast.cast.dtype, in_eval=cast.in_eval)
         cast.follow()
         _register(module, name, cast)

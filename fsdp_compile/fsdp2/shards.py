@@ -195,13 +195,7 @@ def is_number(key: object, value: torch.Tensor) -> bool:
 
 
 def give_storages(module: nn.Module, destination: dict[str, Any], prefix: str, _: object) -> None:
-    """Makes the shards of a module in its state dict such that they can be saved and copied: a hook of `state_dict()`.
-
-    Args:
-        module: The module that was just saved.
-        destination: The state dict.
-        prefix: Before each name of the module in it.
-    """
+    """A hook of `state_dict()`: makes the shards of a module in it such that they can be saved and copied."""
     for name, parameter in module._parameters.items():
         value = destination.get(prefix + name)
         if value is parameter or not isinstance(value, DTensor):  # the first: `keep_vars=True`

@@ -96,12 +96,7 @@ def _name_of(operator: Any) -> str:
 
 
 def failed_wait(error: BaseException, calls: Sequence[CommunicatingCall]) -> str | None:
-    """Which of the waits of a graph an error comes from; `None` where that is not known.
-
-    Args:
-        error: What calling the graph has raised.
-        calls: Of the graph.
-    """
+    """Which of the waits of a graph an error comes from that it has raised; `None` where that is not known."""
     waits = {call.node: call.waits_for for call in calls if call.waits_for}
     node = _NODE.search(str(error))
     if node is not None:
