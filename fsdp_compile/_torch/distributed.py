@@ -135,7 +135,7 @@ def _make_serial_gloo(store: dist.Store, rank: int, size: int, timeout: timedelt
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 
-register_group_alias: Callable[[str, dist.ProcessGroup], None] = _register_process_group
+register_group_alias: Callable[..., None] = _register_process_group
 """Registers a second, rank-independent name under which graphs find a group."""
 
 

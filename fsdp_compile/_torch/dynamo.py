@@ -146,10 +146,7 @@ def root_translator() -> Any:
 def leave_to_python(why: str) -> Exception | None:
     """The exception that makes Dynamo run the current frame, and later ones of its code, in Python.
 
-    What the frame calls is compiled all the same.
-
-    Args:
-        why: For Dynamo's logs.
+    What the frame calls is compiled all the same. Dynamo logs why.
 
     Returns:
         `None` if Dynamo was asked for one graph (`fullgraph=True`).

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from fsdp_compile._torch import fully_shard as fsdp2
 from fsdp_compile._torch.fully_shard_names import (
@@ -158,12 +158,6 @@ def reduction_of(module: nn.Module) -> tuple[bool, float | None]:
     """
     group = next(iter(fsdp2.groups_of(_state(module))), None)
     return (True, None) if group is None else (all(fsdp2.reductions(group)), group.gradient_divide_factor)
-
-
-def is_offloaded(module: nn.Module) -> bool:
-    """Whether the call on `module` keeps shards on the host; not without a call."""
-    state = fsdp2.state_of(module)
-    return state is not None and any(isinstance(g.offload_policy, CPUOffloadPolicy) for g in fsdp2.groups_of(state))
 
 
 @contextlib.contextmanager

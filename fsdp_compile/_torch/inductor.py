@@ -106,11 +106,7 @@ def cache_folder() -> Path:
 
 
 def looks_into_cache(settings: Mapping[str, Any]) -> bool:
-    """Whether Inductor loads graphs that this or another process has compiled.
-
-    Args:
-        settings: Of one compile; what it leaves out is as in Inductor's settings at this moment.
-    """
+    """Whether Inductor loads graphs that this or another process has compiled, with these settings in place of its."""
     names = ("fx_graph_cache", "force_disable_caches")
     looks, is_disabled = (settings.get(name, getattr(config, name)) for name in names)
     return bool(looks and not is_disabled)

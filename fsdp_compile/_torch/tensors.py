@@ -73,15 +73,7 @@ def is_plain_fake(value: object) -> bool:
 def fake_tensor(
     like: FakeTensor, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, *, begin: Any = None
 ) -> FakeTensor:
-    """A fake tensor on the device of `like`.
-
-    Args:
-        like: Another fake tensor.
-        shape: Sizes.
-        strides: In elements.
-        dtype: Of the elements.
-        begin: The first element in the memory of `like`, which is shared; `None` for memory of its own.
-    """
+    """A fake tensor on the device of `like`, in memory of its own, or in that of `like` from element `begin` on."""
     mode, device = like.fake_mode, like.device
     # As torch makes those whose metadata it has cached.
     with in_kernel_invocation_manager(mode):

@@ -133,12 +133,7 @@ def refuse_budget_of_a_part(inputs: Sequence[object], options: FSDPOptions, *, b
     """Refuses a budget of memory for one of several graphs that are trained: none knows what the others hold.
 
     The only graph of a forward may leave out units that this forward does not use, but not those that FSDP2's hooks
-    gather, behind a graph break.
-
-    Args:
-        inputs: Of Dynamo's graph.
-        options: Of the compile.
-        breaks: Whether a graph break is behind the graph.
+    gather, where a graph break is behind it (`breaks`).
 
     Raises:
         ConfigError: With the name of a unit that Dynamo's graph does not read.

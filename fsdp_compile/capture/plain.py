@@ -59,7 +59,7 @@ def watch(backend: Callable[..., Any]) -> None:
         dynamo.before_first_call(compiled, _begin)
 
     dynamo.after_each_compile_of_a_module(backend, wrapped)
-    stale.follow_optimizers()
+    register_optimizer_step_pre_hook(stale.follow_before_step)
     register_module_module_registration_hook(refuse_wrapper_around)
     register_optimizer_step_pre_hook(refuse_plain_rest_of_optimizer)
 

@@ -52,11 +52,7 @@ def ids_in(modules: Iterable[nn.Module]) -> set[int]:
 
 
 def refuse(module: nn.Module, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Refuses to shard a plain model in its first call.
-
-    Args:
-        module: The model.
-        named: Its parameters, with their names.
+    """Refuses to shard a plain model, with these parameters, in its first call.
 
     Raises:
         ConfigError: If it is in or around another data parallelism, is a part of a plain model, or has gradients or

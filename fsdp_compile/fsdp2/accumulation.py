@@ -60,8 +60,6 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 def follow_no_sync(root: nn.Module) -> None:
     """Switches reductions off in a model that was sharded inside of a `no_sync` block."""
-    inside = set(_plain_inside)
-    for module in root.modules():
-        if module in inside:
-            for group in fsdp2.groups_below(module):
-                fsdp2.set_reductions(group, (False, False))
+    for module in set(_plain_inside).intersection(root.modules()):
+        for group in fsdp2.groups_below(module):
+            fsdp2.set_reductions(group, (False, False))

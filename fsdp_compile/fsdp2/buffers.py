@@ -50,12 +50,9 @@ class CastBuffer:
 
 
 def cast_buffers(modules: Iterable[nn.Module], dtype: torch.dtype, *, in_eval: bool) -> None:
-    """Casts the floating-point buffers of modules, one by one; several modules may have one.
+    """Casts the floating-point buffers of modules, but not of those below them, to the dtype that these register then.
 
-    Args:
-        modules: Without what is below them.
-        dtype: The registered one, from now on.
-        in_eval: Whether compiled forwards in eval mode read what the buffers were before.
+    Several modules may have one. With `in_eval`, compiled forwards in eval mode read what the buffers were before.
     """
     made: dict[torch.Tensor, CastBuffer] = {}
     for module in modules:

@@ -238,7 +238,7 @@ def _name_in_eval(name: str) -> str:
 def _marker(module: nn.Module, name: str, flat: str, text: str) -> torch.Tensor:
     arguments = getattr(module, ARGUMENTS)
     if arguments is None or name not in arguments:
-        given = (text,)
+        given: tuple[Any, ...] = (text,)
     elif torch.is_grad_enabled():
         given = arguments[name]
     else:  # nothing accumulates: evaluations need no graph for each state

@@ -59,10 +59,7 @@ class Param:
     parameter: nn.Parameter
     view: torch.Tensor
     layout: DTensorLayout | None
-    first_text: str = ""
-
-    def __post_init__(self) -> None:
-        self.first_text = self.first_text or self.spec.text
+    first_text: str
 
     @property
     def refs(self) -> list[tuple[nn.Module, str]]:
@@ -141,7 +138,7 @@ class ParamGroup:
             module, attribute = torch_params.refs_of(each)[0]
             name = f"{titles.get(id(module), '')}.{attribute}".removeprefix(".")
             found[slot.index] = self._move_in(each, name, self._in_format(place))
-        self.params = tuple(p for p in found if p is not None)
+        self.params = [p for p in found if p is not None]
         self.pending = PendingGrads(self)
         self.gathered: dict[int, torch.Tensor] = {}
         self.edge = self.flat
@@ -302,7 +299,7 @@ class ParamGroup:
             # FSDP2 sums the uses of a parameter in this dtype, too, if sums over other ranks may follow.
             dtype = spec.unreduced_dtype if any(p.is_replicate() for p in others) else spec.summed_dtype
             layout = DTensorLayout.of(gathered.mesh, gathered.placements, gathered.shape, dims, dtype)
-        return Param(each, name, spec, parameter, view, layout, first_text)
+        return Param(each, name, spec, parameter, view, layout, first_text or spec.text)
 
     def make_edge(self) -> None:
         """Makes the tensor that graphs take: the buffer's memory, with a history that leads to the DTensors."""
@@ -352,8 +349,9 @@ class ParamGroup:
                 instead="torch.compile(model) in the place of a compiled function, or one uncompiled forward of the "
                 "model after the conversion",
             )
-        for i in [i for i, param in enumerate(self.params) if param.is_moved]:
-            param = self.params[i]
+        for i, param in enumerate(self.params):
+            if not param.is_moved:
+                continue
             local = local_tensor(torch_params.sharded_param(param.of_torch))  # type: ignore[arg-type]
             if local.shape != param.view.shape:
                 raise UnsupportedModelError(
@@ -363,8 +361,7 @@ class ParamGroup:
                     instead="change shapes before fully_shard()",
                 )
             param.update_shard_data()
-            again = self._move_in(param.of_torch, param.name, param.spec, param.first_text)
-            self.params = (*self.params[:i], again, *self.params[i + 1 :])
+            self.params[i] = self._move_in(param.of_torch, param.name, param.spec, param.first_text)
         # After `swap_tensors` a parameter is the same object, and the edge leads to what was in it.
         self.make_edge()
         return True

@@ -263,13 +263,7 @@ class Pipeline:
 
 
 def gathered(head: Head, groups: Mapping[int, ParamGroup], args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The gathered messages of a graph that is about to run.
-
-    Args:
-        head: Of the graph.
-        groups: By the positions of their flat tensors among its inputs.
-        args: These inputs.
-    """
+    """The gathered messages of a graph that is about to run; `groups` are by the positions of their flat tensors."""
     pipeline = _pipeline(groups, head.flats)
     if pipeline is None:
         return _wait(head.start(*(args[at] for at in head.flats)))
@@ -277,14 +271,7 @@ def gathered(head: Head, groups: Mapping[int, ParamGroup], args: Sequence[torch.
 
 
 def reduced(tail: Tail, groups: Mapping[int, ParamGroup], outputs: Sequence[Any], *, now: bool) -> list[Any]:
-    """The outputs of a backward that has returned running reductions after its own outputs.
-
-    Args:
-        tail: Of the graph.
-        groups: By the positions of their flat tensors among its inputs.
-        outputs: Of the graph.
-        now: Whether to wait for the reductions.
-    """
+    """The outputs of a backward that has returned running reductions after its own; `now` waits for these."""
     own = len(outputs) - tail.running
     titles = [groups[at].title for at in tail.flats if at in groups]
     reduction, made = Reduction(tail, outputs[own:], titles), list(outputs[:own])

@@ -66,9 +66,7 @@ class CommunicatingCall:
 def ranges(calls: Sequence[CommunicatingCall], names: Mapping[str, str]) -> AbstractContextManager[object]:
     """A context for one run of a graph: its calls have ranges if a profiler runs.
 
-    Args:
-        calls: Of the graph.
-        names: The name of each unit by its title in the graph, which layers of one shape share.
+    Layers of one shape share a graph, and the titles of units in it; `names` has those of this run by title.
     """
     return _Ranges(calls, names) if calls and profiler_runs() else nullcontext()
 

@@ -167,10 +167,8 @@ class CompiledStep:
             set(each.offsets).difference(unused.get(each.flat, ())) for each in self.grads
         ]
         for each, offsets in zip(self.grads, produced, strict=True):
-            if each.flat in groups and each.update is Update.IN_BACKWARD:
-                groups[each.flat].updates.chosen = edge.accumulated(
-                    groups[each.flat], each.grad_placement
-                ).intersection(offsets)
+            if each.update is Update.IN_BACKWARD and (group := groups.get(each.flat)) is not None:
+                group.updates.chosen = edge.accumulated(group, each.grad_placement).intersection(offsets)
         return groups, produced
 
     def _take(self, args: list[Any], each: GradOutput, group: ParamGroup | None) -> Collection[int]:

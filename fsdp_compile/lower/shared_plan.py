@@ -112,12 +112,9 @@ class Settings:
 
 
 def settle(graphs: Compared, follow: Follow, settings: Settings) -> None:
-    """Makes the transformed graphs of a compile those that the other ranks run.
+    """Makes the graphs of a compile, transformed by this rank's own plan, those that the other ranks run.
 
-    Args:
-        graphs: By this rank's own plan.
-        follow: Called if the graphs have to follow another plan.
-        settings: Of the compile.
+    `follow` is called if they have to follow another plan.
 
     Raises:
         RankMismatchError: On every rank of a group, if two of them read otherwise, or one cannot follow.

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
+from fsdp_compile._torch import fully_shard as fsdp2
 from fsdp_compile._torch import fully_shard_calls as private
 from fsdp_compile.comm import alike
 from fsdp_compile.comm.failures import tell_of_uncaught_errors
@@ -207,7 +208,7 @@ class _Call:
         """The trainable parameters of a unit of each dtype after the first: a group of FSDP2's has one."""
         trained = [p for p in unit.params() if p in self._managed and p.requires_grad]
         dtypes = list(dict.fromkeys(p.dtype for p in trained))[1:]
-        if dtypes and not private.has_group_lists():
+        if dtypes and not fsdp2.has_group_lists():
             late = next(p for p in trained if p.dtype == dtypes[0])
             raise ConfigError(
                 f"it is of {late.dtype}, and {self._managed[trained[0]]} of {trained[0].dtype}: this torch needs one "

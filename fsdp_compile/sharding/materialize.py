@@ -11,7 +11,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from fsdp_compile._torch.fully_shard_calls import is_offloaded, kept_with, plain_class
+from fsdp_compile._torch.fully_shard import groups_below, offloads
+from fsdp_compile._torch.fully_shard_calls import kept_with, plain_class
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2.buffers import in_own_dtype
 from fsdp_compile.sharding.arguments import InitFn, device_of
@@ -89,7 +90,7 @@ class _Work:
         first = next(p for p in model.parameters() if isinstance(p, DTensor))
         self._mesh = first.device_mesh
         self._device = device_of(self._mesh)
-        self._sends_to_host = any(is_offloaded(module) for module in model.modules())
+        self._sends_to_host = any(map(offloads, groups_below(model)))
         kept: list[ReplicatedParams | None] = [kept_with(module, "replicated") for module in model.modules()]
         self._replicated = {p for each in kept if each is not None for p in each.params()}
 

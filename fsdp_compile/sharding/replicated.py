@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,8 +23,7 @@ Place = tuple[nn.Module, str]
 """A module, and the name of a parameter in it: `to_empty()` and `load_state_dict()` may replace the parameter."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Home:
+class Home(NamedTuple):
     """Where the gradient of a replicated parameter is averaged.
 
     Attributes:
@@ -36,23 +34,14 @@ class Home:
     unit: nn.Module
     policy: UnitPolicy
 
-    def layout(self, parameter: DTensor) -> DTensorLayout:
-        """How a DTensor is laid out, and over which dimensions of its mesh gradients are averaged."""
-        mesh = parameter.device_mesh
-        dims = frozenset(self.policy.mesh_dims() if mesh == self.policy.mesh else ())
-        return DTensorLayout.of(mesh, parameter.placements, parameter.shape, dims)
-
 
 class ReplicatedParams:
     """The replicated parameters of a call, and of earlier calls on modules in its own.
 
     Gradients that autograd accumulates are averaged at the end of the backward, unless the unit of the parameter does
     not reduce its own (`set_requires_gradient_sync`, `set_requires_all_reduce`); then they wait for one in which it
-    does. As with FSDP2, ranks must agree on which parameters have gradients.
-
-    Args:
-        root: In front of whose forwards replaced parameters are found.
-        places: Of the parameters.
+    does. As with FSDP2, ranks must agree on which parameters have gradients. Parameters that were replaced are found
+    in front of forwards of `root`.
     """
 
     def __init__(self, root: nn.Module, places: dict[Place, Home]) -> None:
@@ -80,7 +69,7 @@ class ReplicatedParams:
         moved = set(parts)
         for place, home in self._places.items():
             if home.unit in moved:
-                self._places[place] = dataclasses.replace(home, unit=into)
+                self._places[place] = home._replace(unit=into)
 
     def refresh(self) -> None:
         """Follows parameters that were replaced since."""
@@ -93,7 +82,7 @@ class ReplicatedParams:
             parameter.requires_grad_()  # also of one that is frozen now: it may be trained later
             self._hooks[parameter] = [parameter.register_post_accumulate_grad_hook(self._note)]
             if isinstance(parameter, DTensor):
-                self._hooks[parameter].append(parameter.register_hook(_to_unreduced(home.layout(parameter))))
+                self._hooks[parameter].append(parameter.register_hook(_to_unreduced(parameter, home.policy)))
             parameter.requires_grad_(required)
 
     def _remove_hooks(self) -> None:
@@ -133,6 +122,9 @@ class ReplicatedParams:
                 gradient.copy_(part.view_as(gradient))
 
 
-def _to_unreduced(layout: DTensorLayout) -> Callable[[torch.Tensor], torch.Tensor]:
+def _to_unreduced(parameter: DTensor, policy: UnitPolicy) -> Callable[[torch.Tensor], torch.Tensor]:
     """Makes gradients of a DTensor what others are until they are averaged: this rank's, laid out as the parameter."""
+    mesh = parameter.device_mesh
+    dims = frozenset(policy.mesh_dims() if mesh == policy.mesh else ())
+    layout = DTensorLayout.of(mesh, parameter.placements, parameter.shape, dims)
     return lambda gradient: layout.gathered(layout.local_gradient(gradient))  # type: ignore[arg-type]

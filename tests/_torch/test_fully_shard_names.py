@@ -46,7 +46,7 @@ ATTRIBUTES: Mapping[Any, str] = {
         _post_backward_pending _reduce_scatter_comm _reset_iter_state _set_separate_reduce_scatter_group
         _to_sharded _training_state _validate_cpu_offload_params _validate_no_meta_params all_reduce_grads
         force_sum_reduction_for_comms fsdp_params gradient_divide_factor is_sharded mesh_info modules
-        offload_policy post_backward post_forward_mesh_info reduce_grads reduce_scatter_max_input_buffers
+        post_backward post_forward_mesh_info reduce_grads reduce_scatter_max_input_buffers
         reduce_scatter_unused_params reshard_after_backward unshard wait_for_unshard
     """,
     FSDPParam: """

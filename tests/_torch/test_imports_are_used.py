@@ -30,11 +30,11 @@ def _used_elsewhere(stem: str) -> Iterator[str]:
             continue
         tree = ast.parse(text)
         aliases = set()
-        for node in (n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)):
-            if node.module == module:
-                yield from (alias.name for alias in node.names)
-            elif node.module == "fsdp_compile._torch":
-                aliases |= {alias.asname or alias.name for alias in node.names if alias.name == stem}
+        for imported in (n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)):
+            if imported.module == module:
+                yield from (alias.name for alias in imported.names)
+            elif imported.module == "fsdp_compile._torch":
+                aliases |= {alias.asname or alias.name for alias in imported.names if alias.name == stem}
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in aliases:
                 yield node.attr
