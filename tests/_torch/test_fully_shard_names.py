@@ -59,7 +59,7 @@ ATTRIBUTES: Mapping[Any, str] = {
     ParamModuleInfo: "module param_name shared_modules shared_param_names",
     HSDPMeshInfo: """
         dp_mesh_dims mesh reduce_scatter_process_group replicate_mesh_dim replicate_mesh_size replicate_process_group
-        shard_mesh_dim shard_mesh_rank shard_mesh_size shard_process_group spmd_mesh
+        shard_mesh_dim shard_mesh_size shard_process_group spmd_mesh
     """,
 }
 """What the package reads and changes, by what has it: attributes of modules, classes and their objects."""
