@@ -231,11 +231,7 @@ class _Call:
 
     def _shard_units(self) -> None:
         inner = {buffer for module in self._below for buffer in module.buffers()}
-        values = None
-        if self.sync_module_states:
-            own = {tensor for unit in self._units for tensor in unit.tensors()}.union(inner) - self.ignored
-            named = itertools.chain(self._whole.named_parameters(), self._whole.named_buffers())
-            values = _FirstRank({name: tensor for name, tensor in named if tensor in own}, self._policy)
+        values = _FirstRank(self._named_values(inner), self._policy) if self.sync_module_states else None
         _merge_splits(self._below)
         places = self._replicated_places()
         for unit in self._units:
@@ -252,6 +248,12 @@ class _Call:
             # One group for the whole model. It is newer than torch 2.11.
             if isinstance(root, FSDPModule) and hasattr(root, "set_separate_reduce_scatter_group"):
                 root.set_separate_reduce_scatter_group()
+
+    def _named_values(self, inner: set[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What no call has sharded or ignores, and buffers of inner calls, by name, each once."""
+        own = {tensor for unit in self._units for tensor in unit.tensors()}.union(inner) - self.ignored
+        named = itertools.chain(self._whole.named_parameters(), self._whole.named_buffers())
+        return {name: tensor for name, tensor in named if tensor in own}
 
     def _replicated_places(self) -> dict[Place, Home]:
         fn = self.placement

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from fsdp_compile._torch import fully_shard as states
 from fsdp_compile._torch import fully_shard_calls as private
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.sharding.fully_shard import fully_shard
@@ -184,7 +185,7 @@ def test_a_second_dtype_is_a_second_group() -> None:
 def test_a_second_dtype_needs_a_torch_with_lists_of_groups(
     fake_world: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(private, "has_group_lists", lambda: False)
+    monkeypatch.setattr(states, "has_group_lists", lambda: False)
     with fake_world(2), pytest.raises(ConfigError, match=r"needs one dtype[^$]*where: high.weight"):
         fully_shard(_TwoDtypes())
 
