@@ -32,9 +32,6 @@ _PLACEMENT_RESULT: Any = getattr(_fsdp_common, "ShardPlacementResult", ())
 """A placement with a mesh, which torch has from 2.12 on."""
 
 
-# What choosing units reads.
-
-
 def has_call(module: nn.Module) -> bool:
     """Whether torch's `fully_shard` was called on a module."""
     return fsdp2.state_of(module) is not None
@@ -61,9 +58,6 @@ def chosen_mesh(result: object) -> tuple[DeviceMesh, Any] | None:
     return getattr(info, "spmd_mesh", None) or info.mesh, getattr(info, "dp_mesh_dims", None)
 
 
-# What the package keeps on FSDP2's state of a call.
-
-
 def keep_with(module: nn.Module, name: str, value: object) -> None:
     """`keep` for the call on `module`."""
     fsdp2.keep(_state(module), name, value)
@@ -72,9 +66,6 @@ def keep_with(module: nn.Module, name: str, value: object) -> None:
 def kept_with(module: nn.Module, name: str) -> Any:
     """What `keep_with` kept for the call on `module`; `None` if nothing, or without a call."""
     return fsdp2.kept(fsdp2.state_of(module), name)
-
-
-# What a call makes beyond torch's own.
 
 
 def derive_class(module: nn.Module) -> None:
@@ -180,9 +171,6 @@ def _state(module: nn.Module) -> Any:
 def _may_be_one(first: Any, second: Any) -> bool:
     trainable = [p.sharded_param for p in (*first.fsdp_params, *second.fsdp_params) if p.sharded_param.requires_grad]
     return first.mesh_info == second.mesh_info and len({p.dtype for p in trainable}) <= 1
-
-
-# Whether forwards are FSDP2's.
 
 
 @contextlib.contextmanager
