@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.utils import fresh_cache
@@ -18,11 +19,18 @@ from fsdp_compile._torch.distributed import fake_store
 
 __all__ = [
     "cache_folder",
+    "compiled_graphs",
     "fake_store",
     "forget_meshes",
     "fresh_cache",
     "inductor_config",
 ]
+
+
+def compiled_graphs() -> int:
+    """How many graphs this process has compiled so far, rather than loaded."""
+    counted = counters["inductor"]
+    return int(counted["fxgraph_cache_miss"] + counted["fxgraph_cache_bypass"])
 
 
 def cache_folder() -> Path:

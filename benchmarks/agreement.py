@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from benchmarks.command import Columns, finish, parser, quiet, table
-from fsdp_compile.comm.answering_store import AnsweringStore, pauses
+from fsdp_compile.comm.failures import AnsweringStore, pauses
 from fsdp_compile.comm.rendezvous import Rendezvous
 from fsdp_compile.errors import RankFailedError
 

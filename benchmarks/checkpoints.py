@@ -25,7 +25,7 @@ import fsdp_compile
 from benchmarks import models
 from benchmarks.command import Columns, finish, mib, ms, parser, quiet, table
 from benchmarks.models import LlamaSize
-from fsdp_compile.comm.world import World
+from fsdp_compile.comm.groups import World
 from fsdp_compile.parity.processes import run_on_ranks
 from fsdp_compile.training.checkpoint import SaveMode, Saves
 from fsdp_compile.training.checkpoint_folder import CheckpointFolder

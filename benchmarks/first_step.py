@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import models
+from benchmarks._torch import compiled_graphs
 from benchmarks.command import Columns, finish, parser, quiet, table
 from benchmarks.models import LlamaSize
-from fsdp_compile._torch.inductor import compiled_graphs
 from fsdp_compile.parity.processes import run_on_ranks
 
 _TIMEOUT_S = 1800

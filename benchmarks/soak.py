@@ -29,7 +29,7 @@ from torch import Tensor, fx, nn
 from benchmarks._torch import cache_folder, forget_meshes
 from benchmarks.command import finish, parser, quiet, table
 from fsdp_compile import fully_shard, no_sync
-from fsdp_compile.comm.groups import registry
+from fsdp_compile.comm.groups import aliases, made_groups
 from fsdp_compile.parity.processes import run_on_ranks
 
 _TIMEOUT_S = 300
@@ -198,7 +198,7 @@ def _counted() -> dict[str, float]:
         "threads": _entries("/proc/self/task"),
         "graph_modules": sum(fx.GraphModule in type(each).__mro__ for each in alive),
         "meshes": sum(type(each) is dist.DeviceMesh for each in alive),
-        "known_groups": len(registry.aliases) + len(registry.made),
+        "known_groups": len(aliases) + len(made_groups),
         "lock_files": sum(1 for _ in cache_folder().rglob("*.lock")),
     }
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fsdp_compile._torch.dynamo import trace_artifact
+from fsdp_compile._torch.dynamo import trace_structured_artifact
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.text.diff import diff_graphs, format_diff
 from fsdp_compile.ir.text.printer import format_graph, format_plan
@@ -62,7 +62,7 @@ class Watcher:
 
     def _write(self, step: StepGraph, name: str, kind: str, text: Callable[[], str]) -> None:
         file = f"{self._position}-{name}.{kind}"
-        trace_artifact(f"fsdp_{step.phase.value}_{file}", text)
+        trace_structured_artifact(f"fsdp_{step.phase.value}_{file}", "string", payload_fn=text)
         if self._graph_folder is not None:
             (self._graph_folder / file).write_text(text().rstrip("\n") + "\n", encoding="utf-8")
 

@@ -13,28 +13,26 @@ from torch import fx, nn
 from fsdp_compile._torch.dynamo import (
     FrameToCompile,
     before_each_compile,
-    double_recompile_limit,
+    dynamo_config,
     ends_in_graph_break,
     inductor_config,
     list_mode_options,
 )
 from fsdp_compile.capture import plain, unaveraged
 from fsdp_compile.capture.flat_inputs import flat_inputs
-from fsdp_compile.capture.forms import refuse_unused_regions
+from fsdp_compile.capture.forms import is_whole_model, refuse_budget_of_a_part, refuse_unused_regions
 from fsdp_compile.capture.functions import leave_functional_call, returned_reads, take_reads_out
 from fsdp_compile.capture.reject_writes import refuse_writes
 from fsdp_compile.capture.shard_embeddings import shard_lookups
-from fsdp_compile.capture.whole_model import is_whole_model, refuse_budget_of_a_part
 from fsdp_compile.cost.calibrated import refuse_elsewhere
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2.param_group import ParamGroup
 from fsdp_compile.fsdp2.take_over import note_backend, take_over_all
 from fsdp_compile.ir.graph import Phase, Role, StepGraph
-from fsdp_compile.lower.compiled_regions import register_region
 from fsdp_compile.lower.compiled_step import entered
 from fsdp_compile.lower.eager import compile_eagerly
 from fsdp_compile.lower.inductor import FREE_AT_LAST_USE, compile_with_inductor
-from fsdp_compile.lower.region import Region
+from fsdp_compile.lower.region import Region, register_region
 from fsdp_compile.lower.shared_plan import Lines, Settings, inserted_in, refuse, settle
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.pipeline import graphs_ahead, keep, transform
@@ -107,7 +105,7 @@ def _compile(
         None if whole or records or options.poison else functools.partial(graphs_ahead, options),
         functools.partial(settle, settings=of_plans),
         of_plans.can_follow,
-        ran.add,
+        lambda step: ran.steps.append(step.copy()),
         tell,
         inserted=inserted,
     )
@@ -150,7 +148,8 @@ def _before_compile(frame: FrameToCompile) -> None:
             unaveraged.refuse_plain_forward(module)
 
 
-double_recompile_limit()
+# Each shape may need two graphs of a forward: one that accumulates gradients, and one that reduces them.
+dynamo_config.recompile_limit *= 2
 note_backend(fsdp)
 plain.watch(fsdp)
 before_each_compile(fsdp, _before_compile)

@@ -51,7 +51,7 @@ SHARED_BY_A_PROCESS = {
     "capture/unaveraged.py": {"_checked", "sharded", "waiting"},  # compiles and optimizers are the process's
     "comm/dtensor_layouts.py": {"_by_key"},  # calls in graphs name layouts
     "comm/failures.py": {"_last"},  # a world is the process's
-    "comm/groups.py": {"registry"},  # torch's own names of groups are the process's
+    "comm/groups.py": {"aliases", "made_groups"},  # torch's own names of groups are the process's
     "fsdp2/accumulation.py": {"_plain_inside"},  # a plain model has no state of its own yet
     "fsdp2/buffers.py": {"read_in_eval"},  # graphs do not tell whose buffers they read
     "fsdp2/edge.py": {"_produced"},  # a backward of autograd is the process's

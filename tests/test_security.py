@@ -18,8 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compile import fully_shard
-from fsdp_compile.comm.answering_store import AnsweringStore
-from fsdp_compile.comm.failures import _FAILED, failed_elsewhere
+from fsdp_compile.comm.failures import _FAILED, AnsweringStore, failed_elsewhere
 from fsdp_compile.comm.rendezvous import Rendezvous
 from fsdp_compile.errors import FSDPCompileError, RankFailedError
 from tests.ranks import run_ranks

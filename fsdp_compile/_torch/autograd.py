@@ -12,20 +12,12 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from fsdp_compile._torch.fully_shard_params import HAS_GRAD_DTYPES
 
-
-def backward_in_progress() -> int:
-    """The number of the backward pass that this thread is running; -1 outside of any."""
-    return torch._C._current_graph_task_id()
-
-
-def profiler_runs() -> bool:
-    """Whether torch's profiler records what this thread does."""
-    return torch.autograd._profiler_enabled()  # type: ignore[no-any-return, attr-defined, unused-ignore]
-
-
-def below_autograd() -> AbstractContextManager[None]:
-    """A context in which operators go straight to their device's kernels."""
-    return torch._C._AutoDispatchBelowAutograd()  # type: ignore[no-any-return, unused-ignore]
+backward_in_progress: Callable[[], int] = torch._C._current_graph_task_id
+"""The number of the backward pass that this thread is running; -1 outside of any."""
+profiler_runs: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined, unused-ignore]
+"""Whether torch's profiler records what this thread does."""
+below_autograd: Callable[[], AbstractContextManager[None]] = torch._C._AutoDispatchBelowAutograd
+"""A context in which operators go straight to their device's kernels."""
 
 
 @contextmanager
@@ -39,9 +31,7 @@ def outside_of_transforms() -> Iterator[None]:
 def leave_unused_undefined(inputs: Iterable[object], outputs: Iterable[object]) -> None:
     """Makes the backward of a graph that AOTAutograd compiled get `None` instead of zeros for outputs without gradient.
 
-    Args:
-        inputs: Of the graph.
-        outputs: Of the same call.
+    The inputs and outputs are those of one call.
     """
     others = {value.grad_fn for value in inputs if isinstance(value, torch.Tensor)}
     for value in outputs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -19,8 +19,6 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict as load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict as save_state_dict
 from torch.distributed.utils import _apply_to_tensors
-
-__all__ = ["StorageInfo", "flatten_state_dict", "load_state_dict", "save_state_dict", "unflatten_state_dict"]
 
 MemoryFormat: Any = metadata._MEM_FORMAT_ENCODING
 """What DCP writes for `torch.memory_format`."""
@@ -123,15 +121,7 @@ def serial_gloo_group(ranks: Sequence[int], timeout: timedelta, description: str
     # Gloo runs the collectives of a group on two threads, and with several in flight it corrupts its heap now and then
     # (`docs/limits.md`). The number of threads can only be set on the backend itself: `new_group` does not pass
     # options on to gloo. Collectives still overlap with computation.
-    made = dist.new_group(
-        list(ranks),
-        timeout=timeout,
-        backend=f"cpu:{_SERIAL_GLOO}",
-        use_local_synchronization=True,
-        group_desc=description,
-    )
-    assert isinstance(made, dist.ProcessGroup)
-    return made
+    return _made(ranks, timeout, description, backend=f"cpu:{_SERIAL_GLOO}")
 
 
 def _make_serial_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
@@ -145,9 +135,8 @@ def _make_serial_gloo(store: dist.Store, rank: int, size: int, timeout: timedelt
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 
-def register_group_alias(name: str, group: dist.ProcessGroup) -> None:
-    """Registers a second, rank-independent name under which graphs find `group`."""
-    _register_process_group(name, group)  # type: ignore[arg-type, unused-ignore]
+register_group_alias: Callable[..., None] = _register_process_group
+"""Registers a second, rank-independent name under which graphs find a group."""
 
 
 def high_priority(backends: str, timeout: timedelta | None = None) -> Any:
@@ -178,20 +167,20 @@ def new_group(ranks: Sequence[int], timeout: timedelta, description: str) -> dis
     world = dist.group.WORLD
     assert world is not None
     device = world.bound_device_id
+    options = high_priority(str(dist.get_backend_config(world)), timeout)
     if len(ranks) < world.size():
         # Torch splits groups off a world that is bound to a device, which NCCL does when all ranks of the world take
         # part: this one gets a communicator of its own.
         world.bound_device_id = None
     try:
-        made = dist.new_group(
-            list(ranks),
-            timeout=timeout,
-            pg_options=high_priority(str(dist.get_backend_config(world)), timeout),
-            use_local_synchronization=True,
-            group_desc=description,
-            device_id=device,
-        )
+        return _made(ranks, timeout, description, pg_options=options, device_id=device)
     finally:
         world.bound_device_id = device
+
+
+def _made(ranks: Sequence[int], timeout: timedelta, description: str, **settings: Any) -> dist.ProcessGroup:
+    made = dist.new_group(
+        list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=description, **settings
+    )
     assert isinstance(made, dist.ProcessGroup)
     return made

@@ -15,6 +15,7 @@ import sympy
 import torch
 from torch import fx, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._dynamo import config as dynamo_config
 from torch._dynamo import convert_frame, graph_break, symbolic_convert, trace_rules
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.distributed import DDPOptimizer
@@ -29,33 +30,11 @@ from torch._guards import TracingContext, detect_fake_mode
 from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._logging._internal import trace_structured_artifact
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule  # its code is made when it is asked for
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.checkpoint import CheckpointPolicy
-
-__all__ = [
-    "CheckpointPolicy",
-    "CustomPartitionerFn",
-    "LazyGraphModule",
-    "OptimizedModule",
-    "SavedForBackwardsAOTOutput",
-    "TracingContext",
-    "aot_autograd",
-    "compile_fx",
-    "compile_fx_inner",
-    "comptime",
-    "detect_fake_mode",
-    "functorch_config",
-    "get_hash_for_files",
-    "graph_break",
-    "inductor_config",
-    "list_mode_options",
-    "min_cut_rematerialization_partition",
-    "skip_code",
-]
-
 
 _SAVED: tuple[type, ...] = tuple(
     getattr(descriptors, name)
@@ -94,9 +73,9 @@ def index_of_source(described: object) -> int | None:
     return source.idx if isinstance(source, PlainAOTInput) else None
 
 
-MODULE_CALLS = frozenset({"__call__", "_call_impl"})
+_MODULE_CALLS = frozenset({"__call__", "_call_impl"})
 """Names of the functions through which modules are called: `nn.Module`'s, and those of `torch.compile(module)`."""
-_FORWARDS = MODULE_CALLS | {"forward", "_wrapped_call_impl"}
+_FORWARDS = _MODULE_CALLS | {"forward", "_wrapped_call_impl"}
 """Names of the functions in which a forward runs."""
 _CANNOT_TELL = (NameError, AttributeError, LookupError, TypeError, SyntaxError)
 """Raised by expressions of Dynamo that are no Python, or need names which only its guards have."""
@@ -128,18 +107,13 @@ def modules_being_called() -> Iterator[nn.Module | None]:
         name = frame.f_code.co_name
         if name == "compile_wrapper":
             yield None
-        elif name in MODULE_CALLS and isinstance(called := frame.f_locals.get("self"), nn.Module):
+        elif name in _MODULE_CALLS and isinstance(called := frame.f_locals.get("self"), nn.Module):
             yield called
-
-
-def calls_under_way(code: types.CodeType) -> Iterator[Mapping[str, Any]]:
-    """The variables of each call of some code that this thread is in, innermost first."""
-    return (frame.f_locals for frame in stack() if frame.f_code is code)
 
 
 def call_of(module: nn.Module) -> FrameType | None:
     """The Python frame of the outermost call of a module that this thread is in."""
-    calls = [f for f in stack() if f.f_code.co_name in MODULE_CALLS and f.f_locals.get("self") is module]
+    calls = [f for f in stack() if f.f_code.co_name in _MODULE_CALLS and f.f_locals.get("self") is module]
     return calls[-1] if calls else None
 
 
@@ -148,7 +122,13 @@ def values_on_the_way(placeholder: fx.Node) -> Iterator[object]:
     translator = root_translator()
     # Dynamo writes the path as expressions over the frame's locals and globals, and evaluates them itself for guards.
     scope = {"L": {}, "G": {}} if translator is None else {"L": translator.f_locals, "G": translator.f_globals}
-    for expression in source_prefixes(placeholder):
+    expressions: list[str] = []
+    source = getattr(placeholder, "_dynamo_source", None)
+    while source is not None:
+        name = source.name
+        expressions.append(name() if callable(name) else name)  # a method up to 2.11, a property later
+        source = getattr(source, "base", None)
+    for expression in reversed(expressions):
         try:
             yield eval(expression, dict(scope))
         except _CANNOT_TELL:
@@ -166,10 +146,7 @@ def root_translator() -> Any:
 def leave_to_python(why: str) -> Exception | None:
     """The exception that makes Dynamo run the current frame, and later ones of its code, in Python.
 
-    What the frame calls is compiled all the same.
-
-    Args:
-        why: For Dynamo's logs.
+    What the frame calls is compiled all the same. Dynamo logs why.
 
     Returns:
         `None` if Dynamo was asked for one graph (`fullgraph=True`).
@@ -185,11 +162,6 @@ def leave_while_traced(_: object) -> None:
     why = leave_to_python("fsdp_compile: a sharded parameter is replaced by a tensor")
     if why is not None:
         raise why
-
-
-def is_compiling_a_frame() -> bool:
-    """Whether this thread runs Dynamo or a backend that it has called."""
-    return root_translator() is not None
 
 
 def is_tracing_python() -> bool:
@@ -246,7 +218,7 @@ def after_each_compile_of_a_module(
     def registered(module: nn.Module, name: str, child: nn.Module | None) -> None:
         if isinstance(module, OptimizedModule) and name == "_orig_mod" and child is not None:
             # It may still be in its `__init__`.
-            calls = calls_under_way(OptimizedModule.__init__.__code__)
+            calls = (f.f_locals for f in stack() if f.f_code is OptimizedModule.__init__.__code__)
             made = next((call["dynamo_ctx"] for call in calls if call["self"] is module), None)
             given = given_backend(vars(module).get("dynamo_ctx") or made)
             if given.function is backend:
@@ -275,7 +247,7 @@ def before_first_call(compiled: OptimizedModule, prepare: Callable[[OptimizedMod
 def compile_parts_instead(compiled: OptimizedModule, parts: Sequence[nn.Module]) -> None:
     """Compiles parts of a module with the settings that it was compiled with, and leaves the module to Python."""
     # Parts of one class whose code reads what differs, as their number, take a graph each.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * len(parts))
+    dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, 2 * len(parts))
     for part in parts:
         kind: Any = type(part)
         part._compiled_call_impl = functools.partial(compiled.dynamo_ctx(_call_of(kind)), part)
@@ -331,14 +303,6 @@ def before_each_compile(backend: object, call: Callable[[FrameToCompile], None])
     torch._dynamo.register_hook_for_recompile_user_context(describe)
 
 
-def double_recompile_limit() -> None:
-    """Lets Dynamo keep twice as many graphs of a forward before it runs it in Python.
-
-    Each shape may need two of this backend's graphs: one that accumulates gradients, and one that reduces them.
-    """
-    torch._dynamo.config.recompile_limit *= 2
-
-
 def _frame_to_compile(given: Mapping[str, Any]) -> FrameToCompile:
     code: types.CodeType = given["code"]
     cells = [cell.cell_contents for cell in given.get("closure") or () if _is_set(cell)]
@@ -382,19 +346,10 @@ def ends_in_graph_break(gm: fx.GraphModule) -> bool:
     return reason is not None and bool(reason.graph_break)
 
 
-def trace_artifact(name: str, text: Callable[[], str]) -> None:
-    """Adds a text to torch's structured trace, which tlparse shows; `text` is called only if a trace is written."""
-    trace_structured_artifact(name, "string", payload_fn=text)
-
-
-def let_size_vary(tensor: torch.Tensor, dim: int) -> None:
-    """Asks Dynamo to trace a dimension as a symbol; it may still find out that only one size is possible."""
-    torch._dynamo.maybe_mark_dynamic(tensor, dim)  # type: ignore[no-untyped-call, unused-ignore]
-
-
-def keep_sizes_fixed(tensor: torch.Tensor) -> None:
-    """Asks Dynamo to trace no size of a tensor as a symbol, as it never does for parameters."""
-    torch._dynamo.mark_static(tensor)  # type: ignore[no-untyped-call, unused-ignore]
+let_size_vary = torch._dynamo.maybe_mark_dynamic
+"""Asks Dynamo to trace a dimension as a symbol; it may still find out that only one size is possible."""
+keep_sizes_fixed = torch._dynamo.mark_static
+"""Asks Dynamo to trace no size of a tensor as a symbol, as it never does for parameters."""
 
 
 def symbol_of(size: int | torch.SymInt) -> sympy.Symbol | None:
@@ -423,17 +378,6 @@ def hint_of(size: torch.SymInt, largest_unknown: int) -> int:
         unknown = int(bound) if bound.is_finite and bound < largest_unknown else largest_unknown
         values[symbol] = traced.get(symbol, unknown)
     return int(node.expr.xreplace(values))
-
-
-def source_prefixes(placeholder: fx.Node) -> list[str]:
-    """Expressions over `L` (locals) and `G` (globals) that lead to a graph input, shortest first, itself last."""
-    source = getattr(placeholder, "_dynamo_source", None)
-    found: list[str] = []
-    while source is not None:
-        name = source.name
-        found.append(name() if callable(name) else name)  # a method up to 2.11, a property later
-        source = getattr(source, "base", None)
-    return found[::-1]
 
 
 def keep_address(tensor: torch.Tensor) -> None:

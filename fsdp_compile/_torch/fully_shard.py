@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Sequence
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -35,8 +36,6 @@ from fsdp_compile._torch.fully_shard_names import (
 )
 from fsdp_compile._torch.fully_shard_params import TorchParam, end_unshard
 
-__all__ = ["MANAGED", "FSDPModule", "FSDPState", "TrainingState"]
-
 TorchGroup = Any
 """A `FSDPParamGroup` of torch."""
 PreHook = Callable[[nn.Module, Any, Any], Any]
@@ -57,9 +56,8 @@ def sharded_modules() -> list[nn.Module]:
     return [module for module in list(_module_state_mapping) if state_of(module) is not None]
 
 
-def lazy_init(state: FSDPState) -> None:
-    """Finishes FSDP2's initialization of the model whose root has this state, as its first forward does."""
-    state._lazy_init()
+lazy_init: Callable[[FSDPState], None] = methodcaller("_lazy_init")
+"""Finishes FSDP2's initialization of the model whose root has this state, as its first forward does."""
 
 
 def lazy_init_on_meta(state: FSDPState) -> None:
@@ -85,14 +83,9 @@ def is_initialized(state: FSDPState) -> bool:
     return state._is_root is not None
 
 
-def is_root(state: FSDPState) -> bool:
-    """Whether an initialized state is that of its model's outermost module."""
-    return bool(state._is_root)
-
-
-def modules_of(state: FSDPState) -> tuple[nn.Module, ...]:
-    """The modules that one call of `fully_shard` was given."""
-    return tuple(state._modules)
+def is_inner(state: FSDPState) -> bool:
+    """Whether an initialized state is not that of its model's outermost module."""
+    return state._is_root is False
 
 
 def groups_of(state: FSDPState) -> list[TorchGroup]:
@@ -103,10 +96,14 @@ def groups_of(state: FSDPState) -> list[TorchGroup]:
     return [] if only is None else [only]
 
 
+def states_below(module: nn.Module) -> list[FSDPState]:
+    """The states of a module and of those in it, each once, the outermost first."""
+    return list(dict.fromkeys(state for part in module.modules() if (state := state_of(part)) is not None))
+
+
 def groups_below(module: nn.Module) -> list[TorchGroup]:
     """The parameter groups of a module, and of those in it."""
-    states = dict.fromkeys(state for part in module.modules() if (state := state_of(part)) is not None)
-    return [group for state in states for group in groups_of(state)]
+    return [group for state in states_below(module) for group in groups_of(state)]
 
 
 @functools.cache
@@ -115,38 +112,33 @@ def has_group_lists() -> bool:
     return hasattr(FSDPState(), "_fsdp_param_groups")
 
 
-def policy_of(state: FSDPState) -> Any:
-    """The `MixedPrecisionPolicy` of a state."""
-    return state._mp_policy
+modules_of: Callable[[FSDPState], tuple[nn.Module, ...]] = attrgetter("_modules")
+"""The modules that one call of `fully_shard` was given."""
+policy_of: Callable[[FSDPState], Any] = attrgetter("_mp_policy")
+"""The `MixedPrecisionPolicy` of a state."""
+training_state: Callable[[FSDPState], TrainingState] = attrgetter("_training_state")
+"""Where a state is in its step."""
+prefetched: Callable[[FSDPState], tuple[Sequence[FSDPState], Sequence[FSDPState]]] = attrgetter(
+    "_states_to_forward_prefetch", "_states_to_backward_prefetch"
+)
+"""The states whose units are to be gathered early, where this one is used: in forward, and in backward."""
+end_with_backward: Callable[[FSDPState], None] = methodcaller("_register_root_post_backward_final_callback")
+"""Makes FSDP2 end its part of a backward, as its own hooks do where the output of the root comes from them."""
 
 
-OWN_SETTINGS, _COMM_HOOK = "_fsdp_compile_settings", "_fsdp_compile_comm_hook"
-"""Attributes of FSDP2's state that are this package's."""
+def keep(state: FSDPState, name: str, value: object) -> None:
+    """Keeps an object of this package as long as a state."""
+    setattr(state, f"_fsdp_compile_{name}", value)
+
+
+def kept(state: FSDPState | None, name: str) -> Any:
+    """What `keep` kept under a name; `None` if nothing, or without a state."""
+    return getattr(state, f"_fsdp_compile_{name}", None)
 
 
 def own_setting(state: FSDPState, name: str, *, default: Any) -> Any:
     """A setting of this package's `fully_shard` for which FSDP2 has no place."""
-    return getattr(getattr(state, OWN_SETTINGS, None), name, default)
-
-
-def comm_hook_of(state: FSDPState) -> Any:
-    """What `set_comm_hook` set, or `None`."""
-    return getattr(state, _COMM_HOOK, None)
-
-
-def set_comm_hook(state: FSDPState, hook: object) -> None:
-    """Keeps a communication hook of compiled steps as long as the state."""
-    setattr(state, _COMM_HOOK, hook)
-
-
-def prefetched(state: FSDPState) -> tuple[Sequence[FSDPState], Sequence[FSDPState]]:
-    """The states whose units are to be gathered early, where this one is used: in forward, and in backward."""
-    return state._states_to_forward_prefetch, state._states_to_backward_prefetch
-
-
-def training_state(state: FSDPState) -> TrainingState:
-    """Where a state is in its step."""
-    return state._training_state
+    return getattr(kept(state, "settings"), name, default)
 
 
 def is_last_backward(state: FSDPState) -> bool:
@@ -182,31 +174,15 @@ def leave_forward(state: FSDPState) -> None:
         state._state_ctx.iter_forward_root = None
 
 
-def end_with_backward(state: FSDPState) -> None:
-    """Makes FSDP2 end its part of a backward, as its own hooks do where the output of the root comes from them."""
-    state._register_root_post_backward_final_callback()
-
-
 def replace_hooks(state: FSDPState, pre: Callable[[PreHook], PreHook], post: Callable[[PostHook], PostHook]) -> None:
     """Puts what `pre` and `post` make of them in the place of FSDP2's two forward hooks, in each module of a state."""
+    both = (state._pre_forward_hook_handle, state._post_forward_hook_handle)
+    # A call on several modules has one handle for all of their hooks.
+    ids = {handle.id for one in both for handle in getattr(one, "handles", (one,))}
     for module in state._modules:
         for hooks, replaced in ((module._forward_pre_hooks, pre), (module._forward_hooks, post)):
             every: dict[int, Any] = hooks
-            for key in [key for key, hook in every.items() if _belongs_to(hook, state)]:
-                every[key] = replaced(every[key])
-
-
-def _belongs_to(hook: Any, state: FSDPState) -> bool:
-    """Whether a hook is a bound method of a state, below any decorators."""
-    while True:
-        if getattr(hook, "__self__", None) is state:
-            return True
-        cells = getattr(hook, "__closure__", None) or ()
-        if any(getattr(cell.cell_contents, "__self__", None) is state for cell in cells):
-            return True
-        if not hasattr(hook, "__wrapped__"):
-            return False
-        hook = hook.__wrapped__
+            every.update({key: replaced(hook) for key, hook in every.items() if key in ids})
 
 
 def take_marks(module: nn.Module) -> bool:
@@ -301,20 +277,18 @@ def observe(group: TorchGroup, observer: Any) -> None:
 # Parameter groups.
 
 
-def params_of(group: TorchGroup) -> list[TorchParam]:
-    """The parameters of a group, in the order of registration."""
-    return list(group.fsdp_params)
-
-
-def mesh_of(group: TorchGroup) -> DeviceMesh:
-    """The data-parallel mesh of a group: the ranks of shards and of replicas, without tensor parallelism."""
-    mesh: DeviceMesh = group.mesh_info.mesh
-    return mesh
-
-
-def is_sharded(group: TorchGroup) -> bool:
-    """Whether the modules of a group have its sharded parameters registered."""
-    return bool(group.is_sharded)
+params_of: Callable[[TorchGroup], list[TorchParam]] = attrgetter("fsdp_params")
+"""The parameters of a group, in the order of registration."""
+mesh_of: Callable[[TorchGroup], DeviceMesh] = attrgetter("mesh_info.mesh")
+"""The data-parallel mesh of a group: the ranks of shards and of replicas, without tensor parallelism."""
+is_sharded: Callable[[TorchGroup], bool] = attrgetter("is_sharded")
+"""Whether the modules of a group have its sharded parameters registered."""
+is_gathered_by_user: Callable[[TorchGroup], bool] = attrgetter("_fsdp_compile_asked")
+"""Whether the user has called `unshard()`, and nothing has used or freed its result yet."""
+reduces: Callable[[TorchGroup], bool] = attrgetter("reduce_grads")
+"""Whether backwards reduce the gradients of a group at all (`set_requires_gradient_sync`)."""
+reductions: Callable[[TorchGroup], tuple[bool, bool]] = attrgetter("reduce_grads", "all_reduce_grads")
+"""Whether backwards reduce gradients over the shard group, and over replicas."""
 
 
 def is_being_gathered(group: TorchGroup) -> bool:
@@ -326,11 +300,6 @@ def reshard(group: TorchGroup) -> None:
     """Registers the sharded parameters of a group again, frozen or trained as the gathered ones, and frees these."""
     end_unshard(group)
     group._to_sharded()
-
-
-def is_gathered_by_user(group: TorchGroup) -> bool:
-    """Whether the user has called `unshard()`, and nothing has used or freed its result yet."""
-    return bool(group._fsdp_compile_asked)
 
 
 def take_gathered(group: TorchGroup) -> dict[int, torch.Tensor]:
@@ -378,7 +347,7 @@ def divide_factor(group: TorchGroup) -> float | None:
     """What collectives' sums of gradients are divided by; `None` where collectives average over all ranks."""
     if group.gradient_divide_factor is None and group.force_sum_reduction_for_comms:
         where = placement_of(group)
-        return float(where.size * where.replicas)
+        return float(where.shards.size * where.replicas.size)
     return group.gradient_divide_factor
 
 
@@ -412,11 +381,6 @@ def note_unreduced(group: TorchGroup) -> None:
     group._post_backward_pending = True
 
 
-def reduces(group: TorchGroup) -> bool:
-    """Whether backwards reduce the gradients of a group at all (`set_requires_gradient_sync`)."""
-    return bool(group.reduce_grads)
-
-
 def all_reduces(group: TorchGroup) -> bool:
     """Whether backwards sum gradients over replicas (`set_requires_all_reduce`); True without replicas."""
     return bool(group.all_reduce_grads) or not group._is_hsdp
@@ -425,11 +389,6 @@ def all_reduces(group: TorchGroup) -> bool:
 def has_partial_gradients(group: TorchGroup) -> bool:
     """Whether gradients of FSDP2's wait for their sum over replicas."""
     return group._partial_reduce_output is not None
-
-
-def reductions(group: TorchGroup) -> tuple[bool, bool]:
-    """Whether backwards reduce gradients over the shard group, and over replicas."""
-    return group.reduce_grads, group.all_reduce_grads
 
 
 def set_reductions(group: TorchGroup, flags: tuple[bool, bool]) -> None:
@@ -443,55 +402,51 @@ def offloads(group: TorchGroup) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
+class Ranks:
+    """Ranks that share parameters out, or that have copies of what they share out; by default this one alone.
+
+    Attributes:
+        group: Their process group, if any.
+        stride: Distance of neighbours in the world.
+    """
+
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+    stride: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
 class Placement:
     """The ranks over which a group is sharded.
 
     Attributes:
-        size: Ranks in the shard group.
-        rank: This rank's number in it.
-        group: Their process group; `None` if parameters are replicated only.
-        stride: Distance of neighbours in the world.
-        replicas: Ranks in the group of replicas, 1 if there are none.
-        replicate_group: Their process group.
-        replicate_stride: Distance of neighbours among replicas.
+        shards: The shard group; without a process group if parameters are replicated only.
+        replicas: The ranks with the same shards.
+        post_forward: Neighbours that keep a part of each parameter for backward.
         reshards: Whether parameters are freed between forward and backward.
-        post_forward_size: Neighbours that keep a part of each parameter for backward; 1 if none do.
-        post_forward_group: Their process group.
         reduces_apart: Whether gradients are reduced in a group of their own (`set_separate_reduce_scatter_group`).
     """
 
-    size: int
-    rank: int
-    group: dist.ProcessGroup | None
-    stride: int
-    replicas: int
-    replicate_group: dist.ProcessGroup | None
-    replicate_stride: int
+    shards: Ranks
+    replicas: Ranks
+    post_forward: Ranks
     reshards: bool
-    post_forward_size: int
-    post_forward_group: dist.ProcessGroup | None
     reduces_apart: bool
 
 
 def placement_of(group: TorchGroup) -> Placement:
     """The ranks over which a group is sharded, as FSDP2 has them now."""
     info, after = group.mesh_info, group.post_forward_mesh_info
-    is_sharded = hasattr(info, "shard_mesh_size")
-    has_replicas = getattr(info, "replicate_mesh_size", 1) > 1
-    is_smaller = after is not None and is_sharded and after.shard_mesh_size < info.shard_mesh_size
-    return Placement(
-        size=info.shard_mesh_size if is_sharded else 1,
-        rank=info.shard_mesh_rank if is_sharded else 0,
-        group=info.shard_process_group if is_sharded else None,
-        stride=_stride(info.mesh, info.shard_mesh_dim) if is_sharded else 1,
-        replicas=info.replicate_mesh_size if has_replicas else 1,
-        replicate_group=info.replicate_process_group if has_replicas else None,
-        replicate_stride=_stride(info.mesh, info.replicate_mesh_dim) if has_replicas else 1,
-        reshards=after is not None,
-        post_forward_size=after.shard_mesh_size if is_smaller else 1,
-        post_forward_group=after.shard_process_group if is_smaller else None,
-        reduces_apart=getattr(info, "reduce_scatter_process_group", None) is not None,
-    )
+    shards = replicas = post_forward = Ranks()
+    if hasattr(info, "shard_mesh_size"):
+        shards = Ranks(info.shard_mesh_size, info.shard_process_group, _stride(info.mesh, info.shard_mesh_dim))
+        if after is not None and after.shard_mesh_size < info.shard_mesh_size:
+            post_forward = Ranks(after.shard_mesh_size, after.shard_process_group)
+    if getattr(info, "replicate_mesh_size", 1) > 1:
+        stride = _stride(info.mesh, info.replicate_mesh_dim)
+        replicas = Ranks(info.replicate_mesh_size, info.replicate_process_group, stride)
+    reduces_apart = getattr(info, "reduce_scatter_process_group", None) is not None
+    return Placement(shards, replicas, post_forward, after is not None, reduces_apart)
 
 
 def _stride(mesh: DeviceMesh, dim: int | None) -> int:

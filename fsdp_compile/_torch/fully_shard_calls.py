@@ -6,19 +6,13 @@ import contextlib
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from fsdp_compile._torch.fully_shard import (
-    OWN_SETTINGS,
-    class_below,
-    groups_of,
-    has_group_lists,
-    reductions,
-    state_of,
-)
+from fsdp_compile._torch import fully_shard as fsdp2
 from fsdp_compile._torch.fully_shard_names import (
     REGISTRY_KEY,
     STATE_KEY,
@@ -28,8 +22,6 @@ from fsdp_compile._torch.fully_shard_names import (
     _module_state_mapping,
 )
 
-_NOTES = "_fsdp_compile_notes"
-"""Attribute of FSDP2's state of a module that is this package's."""
 _APPLIED: Any = inspect.unwrap(fully_shard)
 """What torch keeps the state of a call of its `fully_shard` under."""
 _HOOKS_OF = ("torch.distributed.fsdp._fully_shard", "fsdp_compile.fsdp2")
@@ -40,12 +32,9 @@ _PLACEMENT_RESULT: Any = getattr(_fsdp_common, "ShardPlacementResult", ())
 """A placement with a mesh, which torch has from 2.12 on."""
 
 
-# What choosing units reads.
-
-
 def has_call(module: nn.Module) -> bool:
     """Whether torch's `fully_shard` was called on a module."""
-    return state_of(module) is not None
+    return fsdp2.state_of(module) is not None
 
 
 def is_closed(module: nn.Module) -> bool:
@@ -58,52 +47,25 @@ def is_replicated(module: nn.Module) -> bool:
     return "replicate" in module.__dict__.get(REGISTRY_KEY, {})
 
 
-class ChosenMesh(NamedTuple):
-    """The placement that a `ShardPlacementResult` says, its mesh, and the dimension of that to shard over, if any.
+def chosen_mesh(result: object) -> tuple[DeviceMesh, Any] | None:
+    """The mesh that a result of `shard_placement_fn` says, and its `DataParallelMeshDims`; `None` if it says none.
 
-    If that mesh was made of a whole one, this and its `DataParallelMeshDims` too.
+    If that mesh was made of a whole one for these, this one.
     """
-
-    placement: object
-    mesh: Any
-    shard_dim: int | None
-    spmd_mesh: Any
-    dp_mesh_dims: Any
-
-
-def chosen_mesh(result: object) -> ChosenMesh | None:
-    """What a result of `shard_placement_fn` says of a mesh; `None` if it is no `ShardPlacementResult`."""
     if not isinstance(result, _PLACEMENT_RESULT):
         return None
-    of: Any = result
-    names = ("mesh", "shard_mesh_dim", "spmd_mesh", "dp_mesh_dims")
-    return ChosenMesh(of.placement, *(getattr(of.mesh_info, name, None) for name in names))
+    info: Any = result.mesh_info
+    return getattr(info, "spmd_mesh", None) or info.mesh, getattr(info, "dp_mesh_dims", None)
 
 
-# What the package keeps on FSDP2's state of a call.
+def keep_with(module: nn.Module, name: str, value: object) -> None:
+    """`keep` for the call on `module`."""
+    fsdp2.keep(_state(module), name, value)
 
 
-def set_settings(module: nn.Module, settings: object) -> None:
-    """Keeps settings of this package for the call on `module`."""
-    setattr(_state(module), OWN_SETTINGS, settings)
-
-
-def settings_of(module: nn.Module) -> Any:
-    """What `set_settings` kept for the call on `module`; `None` if nothing, or without a call."""
-    return getattr(state_of(module), OWN_SETTINGS, None)
-
-
-def set_note(module: nn.Module, note: object) -> None:
-    """Keeps one more object of this package as long as the call on `module`; `None` for none."""
-    setattr(_state(module), _NOTES, note)
-
-
-def note_of(module: nn.Module) -> Any:
-    """What `set_note` kept; `None` if nothing, or without a call."""
-    return getattr(state_of(module), _NOTES, None)
-
-
-# What a call makes beyond torch's own.
+def kept_with(module: nn.Module, name: str) -> Any:
+    """What `keep_with` kept for the call on `module`; `None` if nothing, or without a call."""
+    return fsdp2.kept(fsdp2.state_of(module), name)
 
 
 def derive_class(module: nn.Module) -> None:
@@ -161,14 +123,14 @@ def merge_calls(into: nn.Module, others: Iterable[nn.Module]) -> None:
             del _module_state_mapping[module]
             del module.__dict__[STATE_KEY][_APPLIED]
             del module.__dict__[REGISTRY_KEY][_APPLIED.__name__]
-            module.__class__ = class_below(type(module))
-        for group in groups_of(state):
-            same = next((each for each in groups_of(target) if _may_be_one(each, group)), None)
+            module.__class__ = fsdp2.class_below(type(module))
+        for group in fsdp2.groups_of(state):
+            same = next((each for each in fsdp2.groups_of(target) if _may_be_one(each, group)), None)
             if same is not None:
                 same.fsdp_params.extend(group.fsdp_params)
                 continue
             group.modules = target._modules
-            if has_group_lists():
+            if fsdp2.has_group_lists():
                 target._fsdp_param_groups.append(group)
             else:
                 target._fsdp_param_group = group
@@ -180,35 +142,20 @@ def cast_inputs(module: nn.Module, *, casts: bool) -> None:
     state._mp_policy = dataclasses.replace(state._mp_policy, cast_forward_inputs=casts)
 
 
-class Reduction(NamedTuple):
-    """How a unit's gradients are reduced now.
+def reduction_of(module: nn.Module) -> tuple[bool, float | None]:
+    """Whether the call on `module` reduces gradients over all of its mesh, and what `set_gradient_divide_factor` set.
 
-    Attributes:
-        runs: Whether they are reduced over all dimensions of the mesh, or wait.
-        divide_by: What was set with `set_gradient_divide_factor`.
+    As by default if it has sharded no parameters.
     """
-
-    runs: bool
-    divide_by: float | None
-
-
-def reduction_of(module: nn.Module) -> Reduction | None:
-    """How the call on `module` reduces gradients; `None` if it has sharded no parameters."""
-    group = next(iter(groups_of(_state(module))), None)
-    return None if group is None else Reduction(all(reductions(group)), group.gradient_divide_factor)
-
-
-def is_offloaded(module: nn.Module) -> bool:
-    """Whether the call on `module` keeps shards on the host; not without a call."""
-    state = state_of(module)
-    return state is not None and any(isinstance(g.offload_policy, CPUOffloadPolicy) for g in groups_of(state))
+    group = next(iter(fsdp2.groups_of(_state(module))), None)
+    return (True, None) if group is None else (all(fsdp2.reductions(group)), group.gradient_divide_factor)
 
 
 @contextlib.contextmanager
 def plain_class(module: nn.Module) -> Iterator[None]:
     """A context in which methods that FSDP2 overrides, such as what `to_empty()` calls, are those of `nn.Module`."""
     sharded = type(module)
-    module.__class__ = class_below(type(module))
+    module.__class__ = fsdp2.class_below(type(module))
     try:
         yield
     finally:
@@ -216,7 +163,7 @@ def plain_class(module: nn.Module) -> Iterator[None]:
 
 
 def _state(module: nn.Module) -> Any:
-    state = state_of(module)
+    state = fsdp2.state_of(module)
     assert state is not None, type(module).__name__
     return state
 
@@ -224,9 +171,6 @@ def _state(module: nn.Module) -> Any:
 def _may_be_one(first: Any, second: Any) -> bool:
     trainable = [p.sharded_param for p in (*first.fsdp_params, *second.fsdp_params) if p.sharded_param.requires_grad]
     return first.mesh_info == second.mesh_info and len({p.dtype for p in trainable}) <= 1
-
-
-# Whether forwards are FSDP2's.
 
 
 @contextlib.contextmanager
@@ -254,5 +198,4 @@ def _is_of_fsdp2(hook: Any) -> bool:
 
 def forward_in_progress(module: nn.Module) -> bool:
     """Whether a forward of a model that `module` or one of its parts belongs to has begun, and not ended."""
-    states = (state for part in module.modules() if (state := state_of(part)) is not None)
-    return any(state._state_ctx.iter_forward_root is not None for state in states)
+    return any(state._state_ctx.iter_forward_root is not None for state in fsdp2.states_below(module))

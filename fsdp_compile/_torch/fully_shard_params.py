@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, Final
 
 import torch
@@ -19,12 +20,14 @@ HAS_GRAD_DTYPES: Final = hasattr(FSDPParam, "unsharded_grad_dtype")
 The gradient of each microbatch is rounded to it. Before, the sum of microbatches alone is rounded."""
 
 
-def sharded_param(param: TorchParam) -> nn.Parameter:
-    """The DTensor parameter that users, optimizers and checkpoints see."""
-    found: nn.Parameter = param.sharded_param
-    return found
-
-
+sharded_param: Callable[[TorchParam], nn.Parameter] = attrgetter("sharded_param")
+"""The DTensor parameter that users, optimizers and checkpoints see."""
+shard_data: Callable[[TorchParam], torch.Tensor] = attrgetter("_sharded_param_data")
+"""This rank's shard with padding, 1-D, as FSDP2 sends it."""
+padded_shape: Callable[[TorchParam], torch.Size] = attrgetter("padded_sharded_param_size")
+"""Shape of this rank's shard with padding, the same on all ranks."""
+pins_memory: Callable[[TorchParam], bool] = attrgetter("pin_memory")
+"""Whether the shard is in page-locked memory of the host."""
 Seen = tuple[TorchParam, nn.Parameter, torch.Tensor, bool]
 """A parameter, and what it was when it was looked at: its DTensor, that one's local tensor, whether it is trained."""
 
@@ -52,30 +55,14 @@ def shape_of(param: TorchParam) -> tuple[int, ...]:
     return tuple(param._orig_size)
 
 
-def padded_shape(param: TorchParam) -> tuple[int, ...]:
-    """Shape of this rank's shard with padding, the same on all ranks."""
-    return tuple(param.padded_sharded_param_size)
-
-
 def shard_dim(param: TorchParam) -> int:
     """The dimension that is sharded."""
     return int(param.fsdp_placement.dim)
 
 
-def shard_data(param: TorchParam) -> torch.Tensor:
-    """This rank's shard with padding, 1-D, as FSDP2 sends it."""
-    found: torch.Tensor = param._sharded_param_data
-    return found
-
-
 def set_shard_data(param: TorchParam, data: torch.Tensor) -> None:
     """Replaces `shard_data`."""
     param._sharded_param_data = data
-
-
-def pins_memory(param: TorchParam) -> bool:
-    """Whether the shard is in page-locked memory of the host."""
-    return bool(param.pin_memory)
 
 
 def param_dtype(param: TorchParam) -> torch.dtype:
@@ -119,10 +106,7 @@ def data_parallel_dims(param: TorchParam) -> frozenset[int]:
 def refs_of(param: TorchParam) -> list[tuple[nn.Module, str]]:
     """The modules that register a parameter, with its name in each."""
     info = param._module_info
-    return [
-        (info.module, info.param_name),
-        *zip(info.shared_modules, info.shared_param_names, strict=True),
-    ]
+    return [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
 
 
 def are_registered(params: Sequence[TorchParam]) -> bool:

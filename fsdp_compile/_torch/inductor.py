@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from torch._dynamo.utils import counters
 from torch._inductor import config
 from torch._inductor.dependencies import WeakDep
 from torch._inductor.ir import MultiOutput
@@ -24,7 +23,6 @@ try:
 except ImportError:  # an older torch has no such class, and caches nothing that a pass of the scheduler has changed
     CustomSchedulerPass = object  # type: ignore[assignment, misc]
 
-__all__ = ["CustomSchedulerPass"]
 
 _CHECK = "combo_kernel_peak_memory_pct_threshold"
 COMBO_KERNELS_UNCHECKED: Final[dict[str, None]] = {_CHECK: None} if hasattr(config, _CHECK) else {}
@@ -108,20 +106,10 @@ def cache_folder() -> Path:
 
 
 def looks_into_cache(settings: Mapping[str, Any]) -> bool:
-    """Whether Inductor loads graphs that this or another process has compiled.
-
-    Args:
-        settings: Of one compile; what it leaves out is as in Inductor's settings at this moment.
-    """
+    """Whether Inductor loads graphs that this or another process has compiled, with these settings in place of its."""
     names = ("fx_graph_cache", "force_disable_caches")
     looks, is_disabled = (settings.get(name, getattr(config, name)) for name in names)
     return bool(looks and not is_disabled)
-
-
-def compiled_graphs() -> int:
-    """How many graphs this process has compiled so far, rather than loaded."""
-    counted = counters["inductor"]
-    return int(counted["fxgraph_cache_miss"] + counted["fxgraph_cache_bypass"])
 
 
 @contextmanager

@@ -11,20 +11,7 @@ from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wr
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
-
-__all__ = [
-    "FakeTensor",
-    "FakeTensorMode",
-    "HigherOrderOperator",
-    "OpOverload",
-    "OpOverloadPacket",
-    "TorchDispatchMode",
-    "is_traceable_wrapper_subclass",
-    "tree_leaves",
-    "tree_map",
-]
 
 OpOverload = torch._ops.OpOverload
 OpOverloadPacket = torch._ops.OpOverloadPacket
@@ -34,13 +21,13 @@ _OUTERMOST_BATCH = 1
 """Level of a batch that is in no other one."""
 
 
-def make_dtensor(local: torch.Tensor, like: Any, *, requires_grad: bool = False) -> DTensor:
+def make_dtensor(local: torch.Tensor, like: Any) -> DTensor:
     """Wraps `local` as a DTensor of the mesh, placements and global shape of the DTensor `like`; no check, no copy."""
     spec = like._spec
     if local.dtype != like.dtype:
         meta = TensorMeta(like.shape, like.stride(), local.dtype)
         spec = DTensorSpec(spec.mesh, spec.placements, meta)
-    return DTensor.__new__(DTensor, local, spec, requires_grad=requires_grad)
+    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 
 def new_dtensor(local: torch.Tensor, mesh: dist.DeviceMesh, placements: tuple[Any, ...], shape: torch.Size) -> DTensor:
@@ -86,15 +73,7 @@ def is_plain_fake(value: object) -> bool:
 def fake_tensor(
     like: FakeTensor, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, *, begin: Any = None
 ) -> FakeTensor:
-    """A fake tensor on the device of `like`.
-
-    Args:
-        like: Another fake tensor.
-        shape: Sizes.
-        strides: In elements.
-        dtype: Of the elements.
-        begin: The first element in the memory of `like`, which is shared; `None` for memory of its own.
-    """
+    """A fake tensor on the device of `like`, in memory of its own, or in that of `like` from element `begin` on."""
     mode, device = like.fake_mode, like.device
     # As torch makes those whose metadata it has cached.
     with in_kernel_invocation_manager(mode):
@@ -141,11 +120,8 @@ def by_device_and_dtype(
     return groups
 
 
-def foreach_norm(tensors: list[torch.Tensor], order: float, dtype: torch.dtype) -> list[torch.Tensor]:
-    """The norm of each of some tensors of one dtype, accumulated and returned in `dtype`."""
-    return list(torch._foreach_norm(tensors, order, dtype=dtype))
-
-
+foreach_norm = torch._foreach_norm
+"""The norm of each of some tensors of one dtype, accumulated and returned in another."""
 foreach_mul_ = torch._foreach_mul_
 """Multiplies tensors of one device and dtype in place by a 0-d tensor of theirs."""
 foreach_lerp_ = torch._foreach_lerp_

@@ -1,27 +1,25 @@
-"""The form in which `torch.compile(model, backend="fsdp")` compiles a model: in few graphs, or block by block."""
+"""The form in which `torch.compile(model, backend="fsdp")` compiles a model: in few graphs, or block by block.
+
+What needs all of a model in one graph is refused for a part of it.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+import torch
 from torch import nn
 
+from fsdp_compile._torch import dynamo
 from fsdp_compile._torch import fully_shard as fsdp2
-from fsdp_compile._torch.dynamo import (
-    OptimizedModule,
-    compile_parts_instead,
-    given_backend,
-    inductor_config,
-    list_mode_options,
-)
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2.module_class import user_class
 from fsdp_compile.fsdp2.param_group import ParamGroup
-from fsdp_compile.fsdp2.take_over import take_over_all
+from fsdp_compile.fsdp2.take_over import models, take_over_all
+from fsdp_compile.fsdp2.unit import Model, Unit
 from fsdp_compile.options import FSDPOptions
 
 LIKE_UNITS: Final = 12
@@ -33,29 +31,16 @@ _divided: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Compiled models whose blocks are compiled one by one."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Form:
-    """How a model is compiled.
-
-    Attributes:
-        blocks: The modules that are compiled one by one; none of a model that is compiled as a whole.
-        why: For the log.
-    """
-
-    blocks: tuple[nn.Module, ...]
-    why: str
-
-    def __str__(self) -> str:
-        return f"compiled {'block by block' if self.blocks else 'as a whole'}: {self.why}"
-
-
-def choose_form(compiled: OptimizedModule) -> Form:
+def choose_form(compiled: dynamo.OptimizedModule) -> tuple[tuple[nn.Module, ...], str]:
     """The form of a compiled model that is sharded, and is about to be called first.
+
+    Returns:
+        The modules to compile one by one, or none to compile the model as a whole; and why.
 
     Raises:
         ConfigError: If the user says "blocks", and the model has none.
     """
-    model, given = compiled._orig_mod, given_backend(compiled.dynamo_ctx)
+    model, given = compiled._orig_mod, dynamo.given_backend(compiled.dynamo_ctx)
     options = FSDPOptions.from_dict(given.options)
     said = f"options={{'regions': {options.regions!r}}}"
     blocks = () if options.regions == "whole" else _blocks(model)
@@ -66,20 +51,20 @@ def choose_form(compiled: OptimizedModule) -> Form:
             instead="fully_shard() for each block before fully_shard(model), or 'regions': 'whole'",
         )
     if options.regions != "auto":
-        return Form(blocks, said)
+        return blocks, said
     # A single layer is no block: what comes after it could not be fused with it.
     several = [block for block in blocks if any(True for _ in block.children())]
     kinds = Counter((user_class(block), tuple(p.shape for p in block.parameters())) for block in several)
     (kind, _), like = kinds.most_common(1)[0] if kinds else ((type(model), ()), 0)
     if like < LIKE_UNITS:
-        return Form((), f"it has fewer than {LIKE_UNITS} like units")
-    settings = {**list_mode_options(given.mode), **options.inductor} if given.mode else options.inductor
-    if settings.get("triton.cudagraphs", inductor_config.triton.cudagraphs):
-        return Form((), "a CUDA graph cannot return a collective that runs")
+        return (), f"it has fewer than {LIKE_UNITS} like units"
+    settings = {**dynamo.list_mode_options(given.mode), **options.inductor} if given.mode else options.inductor
+    if settings.get("triton.cudagraphs", dynamo.inductor_config.triton.cudagraphs):
+        return (), "a CUDA graph cannot return a collective that runs"
     if compiled.dynamo_ctx.fullgraph:
-        return Form((), "fullgraph=True")
+        return (), "fullgraph=True"
     found = next(_only_of_whole_models(model, blocks, options), "")
-    return Form((), found) if found else Form(blocks, f"{like} units of {kind.__name__} are like one another")
+    return ((), found) if found else (blocks, f"{like} units of {kind.__name__} are like one another")
 
 
 def _only_of_whole_models(model: nn.Module, blocks: Sequence[nn.Module], options: FSDPOptions) -> Iterator[str]:
@@ -115,9 +100,9 @@ def _blocks(model: nn.Module) -> tuple[nn.Module, ...]:
     return tuple(module for module in dict.fromkeys(found) if all(shared[id(p)] == 1 for p in module.parameters()))
 
 
-def divide(compiled: OptimizedModule, blocks: Sequence[nn.Module]) -> None:
+def divide(compiled: dynamo.OptimizedModule, blocks: Sequence[nn.Module]) -> None:
     """Compiles the blocks of a model in its place."""
-    compile_parts_instead(compiled, blocks)
+    dynamo.compile_parts_instead(compiled, blocks)
     _divided.add(compiled._orig_mod)
 
 
@@ -137,3 +122,59 @@ def refuse_unused_regions(inputs: Sequence[object], options: FSDPOptions) -> Non
                 instead="torch.compile(model, backend='fsdp', options={'regions': 'blocks'}), or block.compile() for "
                 "each block without this option",
             )
+
+
+def is_whole_model(inputs: Sequence[object]) -> bool:
+    """Whether Dynamo's graph reads every unit of the models of which it reads any."""
+    return not _unread(inputs)
+
+
+def refuse_budget_of_a_part(inputs: Sequence[object], options: FSDPOptions, *, breaks: bool) -> None:
+    """Refuses a budget of memory for one of several graphs that are trained: none knows what the others hold.
+
+    The only graph of a forward may leave out units that this forward does not use, but not those that FSDP2's hooks
+    gather, where a graph break is behind it (`breaks`).
+
+    Raises:
+        ConfigError: With the name of a unit that Dynamo's graph does not read.
+    """
+    if options.memory_budget_gb is None or not torch.is_grad_enabled():
+        return
+    module = dynamo.traced_module()
+    around = [model for model in models() if module in set(model.root.modules())]
+    for unit in (unit for model in {*_models(inputs), *around} for unit in model.units):
+        if unit.only_hooks:
+            raise refusal_of_several(f"FSDP2's hooks gather unit {unit.title} ({unit.only_hooks})", options)
+    inside = None if module is None else set(module.modules())
+    for unit in _unread(inputs):
+        if breaks or (inside is not None and inside.isdisjoint(fsdp2.modules_of(unit.state))):
+            raise refusal_of_several(f"the graph does not read {unit.title}", options)
+
+
+def refusal_of_several(what: str, options: FSDPOptions) -> ConfigError:
+    """The error for a budget of a model in several graphs."""
+    return ConfigError(
+        f"{what}: the graph is a part of its model, and a budget for the whole device leaves it what other parts hold "
+        "at the same time, which its plan does not know",
+        where=f"options={{'memory_budget_gb': {options.memory_budget_gb}}} with graph breaks, or for each block",
+        instead="one graph for the model (torch.compile(fullgraph=True) says where it breaks), or leave the budget out",
+    )
+
+
+def _unread(inputs: Sequence[object]) -> list[Unit]:
+    """Units with parameters that Dynamo's graph does not read, of models of which it reads any.
+
+    Not those of modules that the user has removed since.
+    """
+    read = {group.unit for value in inputs if (group := ParamGroup.of(value)) is not None}
+    found: list[Unit] = []
+    for model in _models(inputs):
+        present = set(model.root.modules())
+        left = (unit for unit in model.units if unit.groups and unit not in read)
+        found += [unit for unit in left if not present.isdisjoint(fsdp2.modules_of(unit.state))]
+    return found
+
+
+def _models(inputs: Sequence[object]) -> list[Model]:
+    """The models of which Dynamo's graph reads any unit."""
+    return list(dict.fromkeys(group.unit.model for v in inputs if (group := ParamGroup.of(v)) is not None))

@@ -20,16 +20,9 @@ from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from fsdp_compile._torch import dynamo
 from fsdp_compile._torch import fully_shard as fsdp2
 from fsdp_compile._torch.autograd import outside_of_transforms
-from fsdp_compile._torch.dynamo import (
-    FrameToCompile,
-    OptimizedModule,
-    after_each_compile_of_a_module,
-    before_first_call,
-    call_of,
-    is_of_torch,
-)
 from fsdp_compile.capture.forms import choose_form, divide
 from fsdp_compile.capture.unaveraged import (
     WRAPPERS,
@@ -50,38 +43,38 @@ from fsdp_compile.fsdp2.accumulation import follow_no_sync
 from fsdp_compile.fsdp2.module_class import user_class
 from fsdp_compile.fsdp2.param_group import ParamGroup
 from fsdp_compile.fsdp2.shards import local_of
-from fsdp_compile.fsdp2.take_over import model_of, sharded_root, take_over, take_over_all, watch_calls
+from fsdp_compile.fsdp2.take_over import model_of, take_over_all, watch_calls
 from fsdp_compile.fsdp2.updates import update_as
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.progress import say
+from fsdp_compile.sharding.arguments import refuse_params
 from fsdp_compile.sharding.fully_shard import fully_shard
-from fsdp_compile.sharding.params import refuse_params
 
 
 def watch(backend: Callable[..., Any]) -> None:
     """Shards what is compiled for a backend at its first call; the backend's module calls this when it is imported."""
 
-    def wrapped(compiled: OptimizedModule, module: nn.Module, options: Mapping[str, Any] | None) -> None:
+    def wrapped(compiled: dynamo.OptimizedModule, module: nn.Module, options: Mapping[str, Any] | None) -> None:
         waiting.setdefault(module, options)
-        before_first_call(compiled, _begin)
+        dynamo.before_first_call(compiled, _begin)
 
-    after_each_compile_of_a_module(backend, wrapped)
-    stale.follow_optimizers()
+    dynamo.after_each_compile_of_a_module(backend, wrapped)
+    register_optimizer_step_pre_hook(stale.follow_before_step)
     register_module_module_registration_hook(refuse_wrapper_around)
     register_optimizer_step_pre_hook(refuse_plain_rest_of_optimizer)
 
 
 @torch.compiler.disable
-def _begin(compiled: OptimizedModule) -> None:
+def _begin(compiled: dynamo.OptimizedModule) -> None:
     """Shards a model that is about to be called first, and chooses the form in which it is compiled."""
     module = compiled._orig_mod
     shard_now(module)
     take_over_all(module)  # before Dynamo looks for a graph: one of another model may fit its classes
-    form = choose_form(compiled)
-    say(f"{user_class(module).__name__} is {form}")
-    if form.blocks:
-        divide(compiled, form.blocks)
-    elif is_of_torch(module):
+    blocks, why = choose_form(compiled)
+    say(f"{user_class(module).__name__} is compiled {'block by block' if blocks else 'as a whole'}: {why}")
+    if blocks:
+        divide(compiled, blocks)
+    elif dynamo.is_of_torch(module):
         watch_calls(compiled)
 
 
@@ -102,7 +95,7 @@ def shard_now(module: nn.Module) -> bool:
     return done
 
 
-def modules_of(frame: FrameToCompile) -> list[nn.Module]:
+def modules_of(frame: dynamo.FrameToCompile) -> list[nn.Module]:
     """The modules that a frame holds, in containers, too, and those in attributes of other objects it names."""
     held = [value.__self__ if isinstance(value, types.MethodType) else value for value in frame.held]
     owners = [value for value in held if not isinstance(value, nn.Module) and hasattr(value, "__dict__")]
@@ -113,11 +106,11 @@ def modules_of(frame: FrameToCompile) -> list[nn.Module]:
     return list(dict.fromkeys(value for value in found if isinstance(value, nn.Module)))
 
 
-def shard_in_frame(frame: FrameToCompile) -> None:
+def shard_in_frame(frame: dynamo.FrameToCompile) -> None:
     """Shards the compiled plain models that a frame may call, before Dynamo traces it."""
     for held in modules_of(frame):
-        module = held._orig_mod if isinstance(held, OptimizedModule) else held
-        if module in waiting and shard_now(module) and (call := call_of(module)) is not None:
+        module = held._orig_mod if isinstance(held, dynamo.OptimizedModule) else held
+        if module in waiting and shard_now(module) and (call := dynamo.call_of(module)) is not None:
             # `compiled.forward(x)`: hooks of the call itself have not run.
             _refuse_missed_casts(module)
             model = model_of(module)
@@ -146,7 +139,7 @@ def _shard(module: nn.Module, options: FSDPOptions) -> bool:
             where=type(module).__name__,
             instead="compile the model before its parts are called, or call fully_shard(model) first",
         )
-    if sharded_root(module) is not None:  # by the user, who has said what is sharded
+    if fsdp2.states_below(module):  # by the user, who has said what is sharded
         return False
     places = dict(places_of(module))
     of_others = ids_in(fsdp2.sharded_modules())
@@ -172,9 +165,7 @@ def _shard(module: nn.Module, options: FSDPOptions) -> bool:
         successors = {old: new for old, new in now.items() if new is not old and new is not None}
         for old, new in successors.items():
             update_as(old, new)
-        state = sharded_root(module)
-        assert state is not None
-        take_over(state)
+        take_over_all(module)
         follow_no_sync(module)
     stale.replace(successors)
     sharded[module] = options.sharding

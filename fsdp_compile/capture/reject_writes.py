@@ -28,11 +28,7 @@ _IN_PLACE = re.compile(r"_*(setitem|i(add|sub|mul|matmul|truediv|floordiv|mod|po
 
 
 def refuse_writes(gm: fx.GraphModule, inputs: Sequence[object]) -> None:
-    """Refuses a Dynamo graph that writes into the result of a read.
-
-    Args:
-        gm: The graph.
-        inputs: Its inputs, among which there may be what an earlier graph has read.
+    """Refuses a Dynamo graph that writes into the result of a read, of its own or among its inputs.
 
     Raises:
         UnsupportedModelError: If there is such a write, with the line of the model that makes it.

@@ -25,9 +25,8 @@ from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.fsdp2 import stale
 from fsdp_compile.fsdp2.module_class import user_class
 from fsdp_compile.fsdp2.param_group import ParamGroup
-from fsdp_compile.fsdp2.take_over import sharded_root
 from fsdp_compile.fsdp2.updates import user_hooks
-from fsdp_compile.sharding.params import is_whole
+from fsdp_compile.sharding.arguments import is_whole
 
 _WHOLE = "torch.compile(model, backend='fsdp') of the whole model, which shards it, or fully_shard(model) first"
 WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel)
@@ -53,11 +52,7 @@ def ids_in(modules: Iterable[nn.Module]) -> set[int]:
 
 
 def refuse(module: nn.Module, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Refuses to shard a plain model in its first call.
-
-    Args:
-        module: The model.
-        named: Its parameters, with their names.
+    """Refuses to shard a plain model, with these parameters, in its first call.
 
     Raises:
         ConfigError: If it is in or around another data parallelism, is a part of a plain model, or has gradients or
@@ -152,7 +147,7 @@ def refuse_wrapper_around(module: nn.Module, _name: str, child: nn.Module | None
         for part in child.modules():
             inner = part._orig_mod if isinstance(part, OptimizedModule) else part
             # What the user has sharded alone, the wrapper may have been told to ignore.
-            if inner in sharded or (inner in waiting and sharded_root(inner) is None):
+            if inner in sharded or (inner in waiting and not fsdp2.states_below(inner)):
                 raise _refuse_wrapper(module, f"{type(module).__name__}({user_class(inner).__name__})")
 
 
@@ -199,7 +194,7 @@ def refuse_plain(gm: fx.GraphModule, inputs: Sequence[object]) -> None:
         # FSDP2 registers gathered parameters, which are plain; others stay whole.
         averaged = ids_in(fsdp2.sharded_modules()) if averaged is None else averaged
         way = [module for module in values_on_the_way(placeholder) if isinstance(module, nn.Module)]
-        if id(value) not in averaged and not any(sharded_root(module) is not None for module in way):
+        if id(value) not in averaged and not any(map(fsdp2.states_below, way)):
             owner = next((m for m in way if any(p is value for _, (_, p) in places_of(m))), None)
             name = next((n for _, (n, p) in places_of(owner) if p is value), "") if owner is not None else ""
             raise _of_plain_model(
@@ -213,7 +208,7 @@ def refuse_plain_forward(module: nn.Module) -> None:
     Raises:
         ConfigError: With the name of such a parameter.
     """
-    if not torch.is_grad_enabled() or sharded_root(module) is not None:
+    if not torch.is_grad_enabled() or fsdp2.states_below(module):
         return
     named = [each for _, each in places_of(module) if each[1].requires_grad and not isinstance(each[1], DTensor)]
     averaged = ids_in(fsdp2.sharded_modules()) if named else set()

@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     import torch
 
     from fsdp_compile.calibrate import calibrate, save
-    from fsdp_compile.comm.world import join_world
+    from fsdp_compile.comm.groups import join_world
 
     if placement.started_here is None:
         found = calibrate(torch.device(kind.value), arguments.seconds)

@@ -113,12 +113,7 @@ class _Gathered(torch.autograd.Function):
 
 @torch.compiler.allow_in_graph
 def gathered_dtensor(local: torch.Tensor, key: str) -> DTensor:
-    """The DTensor of a gathered part, for graphs too: AOTAutograd traces it, and what backward sums.
-
-    Args:
-        local: The part.
-        key: Of the layout.
-    """
+    """The DTensor of a gathered part, for graphs too: AOTAutograd traces it, and what backward sums."""
     layout = _by_key.get(key)
     if layout is None:
         raise InvariantError(f"a graph reads a parameter with the layout {key}, which is gone")

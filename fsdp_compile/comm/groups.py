@@ -6,6 +6,7 @@ Graphs name our aliases instead: `fsdp.shard.0` is, on each rank, the group that
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -13,26 +14,20 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
-from fsdp_compile._torch.distributed import (
-    default_store,
-    high_priority,
-    new_group,
-    register_group_alias,
-    resolve_group,
-    serial_gloo_group,
-    timeout_of,
-)
-from fsdp_compile.comm.answering_store import AnsweringStore
-from fsdp_compile.comm.failures import remember_world
+from fsdp_compile._torch import distributed as private
+from fsdp_compile.comm.failures import AnsweringStore, remember_world
+from fsdp_compile.comm.placement import TIMEOUT_S, DeviceKind
 from fsdp_compile.comm.rendezvous import Rendezvous
 from fsdp_compile.errors import ConfigError
 
+T = TypeVar("T")
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _REAL_BACKENDS = ("gloo", "nccl", "xccl", "mpi")
 """Backends whose ranks are processes, unlike those of the fake one."""
@@ -62,18 +57,13 @@ class RankStore:
         prefix = f"fsdp_compile/{name}/{hashlib.sha256(str(ranks).encode()).hexdigest()[:16]}"
         rank = ranks.index(dist.get_rank())
         # Worlds of one store may follow each other: each rank counts how often it was in this group.
-        store = AnsweringStore(default_store(), _timeout().total_seconds())
+        store = AnsweringStore(private.default_store(), world_timeout().total_seconds())
         count = store.add(f"{prefix}/worlds/{rank}", 1)
         return cls(f"{prefix}/{count}", ranks, rank)
 
-    @property
-    def timeout_s(self) -> float:
-        """How long to wait for other ranks: as long as the world's collectives may take."""
-        return _timeout().total_seconds()
-
     def rendezvous(self, wanted: str = "compile its next collectives") -> Rendezvous:
         """Through which the ranks compare texts, or wait for each other to do what is `wanted`."""
-        store, seconds = default_store(), self.timeout_s
+        store, seconds = private.default_store(), world_timeout().total_seconds()
         own, world = AnsweringStore(dist.PrefixStore(self.prefix, store), seconds), AnsweringStore(store, seconds)
         return Rendezvous(own, self.prefix, self.ranks, self.rank, seconds, world, wanted)
 
@@ -91,32 +81,23 @@ class _Alias:
 
     def is_alive(self, name: str) -> bool:
         used = self.used()
-        return used is not None and resolve_group(name) is used
+        return used is not None and private.resolve_group(name) is used
 
 
-class _Registry:
-    """Groups by the names under which graphs find them, as in torch's own registry: one for the process.
-
-    Attributes:
-        aliases: By name.
-        made: Groups that were made here, by their purpose and ranks: one for all models and meshes of a world.
-    """
-
-    def __init__(self) -> None:
-        # Weak references to groups: none stays alive, with its threads, after its world was destroyed.
-        self.aliases: dict[str, _Alias] = {}
-        self.made: dict[tuple[str, tuple[int, ...]], _WeakGroup] = {}
-
-    def forget_gone_worlds(self) -> None:
-        """Drops entries of worlds that were destroyed; their names may be used again."""
-        for name in [name for name, known in self.aliases.items() if not known.is_alive(name)]:
-            del self.aliases[name]
-        for key in [key for key, made in self.made.items() if not _is_alive(made())]:
-            del self.made[key]
-
-
-registry = _Registry()
+# Weak references to groups: none stays alive, with its threads, after its world was destroyed.
+aliases: dict[str, _Alias] = {}
+"""Groups by the names under which graphs find them, as in torch's own registry: one for the process."""
+made_groups: dict[tuple[str, tuple[int, ...]], _WeakGroup] = {}
+"""Groups that were made here, by their purpose and ranks: one for all models and meshes of a world."""
 GroupRole = Literal["shard", "replicate", "post_forward", "reduce"]
+
+
+def _forget_gone_worlds() -> None:
+    """Drops entries of worlds that were destroyed; their names may be used again."""
+    for name in [name for name, known in aliases.items() if not known.is_alive(name)]:
+        del aliases[name]
+    for key in [key for key, made in made_groups.items() if not _is_alive(made())]:
+        del made_groups[key]
 
 
 def alias_of(group: dist.ProcessGroup, role: GroupRole) -> str:
@@ -125,8 +106,7 @@ def alias_of(group: dist.ProcessGroup, role: GroupRole) -> str:
     All ranks of the group must call this together: for gloo, and for a "reduce" group, a second group of the same ranks
     is made.
     """
-    aliases = registry.aliases
-    registry.forget_gone_worlds()
+    _forget_gone_worlds()
     are_processes = group.size() > 1 and _has_processes(group)
     if are_processes:
         remember_world()
@@ -136,7 +116,7 @@ def alias_of(group: dist.ProcessGroup, role: GroupRole) -> str:
             return name
     names = (f"fsdp.{role}.{number}" for number in itertools.count())
     name = next(name for name in names if name not in aliases)
-    register_group_alias(name, used)
+    private.register_group_alias(name, used)
     place = RankStore.of(name, tuple(dist.get_process_group_ranks(group))) if are_processes else None
     aliases[name] = _Alias(role, weakref.ref(used), place)
     return name
@@ -148,24 +128,18 @@ def _used(group: dist.ProcessGroup, role: GroupRole) -> dist.ProcessGroup:
         return group
     ranks = tuple(dist.get_process_group_ranks(group))
     # One collective at a time: see `serial_gloo_group`.
-    timeout = min(_timeout(), timeout_of(group))
+    timeout = min(world_timeout(), private.timeout_of(group))
     # A world that was started without naming a backend says "undefined".
     if dist.get_backend(group) == "gloo" or str(dist.get_backend_config(group)) == "cpu:gloo":
-        return _made_once(f"{role} on gloo", ranks, timeout, serial_gloo_group)
+        return _made_once(f"{role} on gloo", ranks, timeout, private.serial_gloo_group)
     # Collectives of one group wait for each other, so all-gathers would wait for reductions.
-    return group if role != "reduce" else _made_once(role, ranks, timeout, new_group)
+    return group if role != "reduce" else _made_once(role, ranks, timeout, private.new_group)
 
 
-def _timeout() -> timedelta:
+def world_timeout() -> timedelta:
     """What the user gave the world: groups that torch makes of it have torch's own default, of 30 minutes on gloo."""
     world = dist.group.WORLD
-    assert world is not None
-    return timeout_of(world)
-
-
-def world_timeout_s() -> float:
-    """How long ranks wait for each other; torch's default without a world."""
-    return (_timeout() if dist.is_initialized() else dist.default_pg_timeout).total_seconds()
+    return dist.default_pg_timeout if world is None else private.timeout_of(world)
 
 
 def _made_once(
@@ -175,7 +149,7 @@ def _made_once(
     make: Callable[[Sequence[int], timedelta, str], dist.ProcessGroup],
 ) -> dist.ProcessGroup:
     """The group of some ranks for a purpose; they call this together if there is none in this world yet."""
-    known = registry.made.get((purpose, ranks))
+    known = made_groups.get((purpose, ranks))
     found = None if known is None else known()
     if found is None or not _is_alive(found):
         # Making it waits inside of torch, where a rank would not hear that another one has failed.
@@ -183,29 +157,29 @@ def _made_once(
         if _has_processes(dist.group.WORLD):
             RankStore.of(f"making {purpose}", ranks).rendezvous("make a process group").meet(0)
         found = make(ranks, timeout, f"fsdp_compile: {purpose}")
-        registry.made[purpose, ranks] = weakref.ref(found)
+        made_groups[purpose, ranks] = weakref.ref(found)
     return found
 
 
 def _is_alive(group: dist.ProcessGroup | None) -> bool:
     """Whether a group was not destroyed, by itself or with its world."""
-    return group is not None and resolve_group(group.group_name) is group
+    return group is not None and private.resolve_group(group.group_name) is group
 
 
 def comparing_group(place: RankStore) -> dist.ProcessGroup:
     """A group of some ranks that only compare in it: collectives of others may be in another order, or missing."""
-    return _made_once("compare", place.ranks, _timeout(), new_group)
+    return _made_once("compare", place.ranks, world_timeout(), private.new_group)
 
 
 def rank_store(name: str) -> RankStore | None:
     """Where the ranks of a named group meet; `None` for a group of one rank, or of ranks that are no processes."""
-    alias = registry.aliases.get(name)
+    alias = aliases.get(name)
     return alias.meeting if alias is not None and alias.is_alive(name) else None
 
 
 def rank_stores() -> list[RankStore]:
     """Those of all groups of this rank."""
-    return [place for name in registry.aliases if (place := rank_store(name)) is not None]
+    return [place for name in aliases if (place := rank_store(name)) is not None]
 
 
 def _has_processes(group: dist.ProcessGroup) -> bool:
@@ -215,7 +189,7 @@ def _has_processes(group: dist.ProcessGroup) -> bool:
 
 def mesh_of_shape(device_type: str, shape: tuple[int, int]) -> DeviceMesh:
     """A mesh (replicate, shard) of the world, of groups that all models share. All ranks call this together."""
-    registry.forget_gone_worlds()
+    _forget_gone_worlds()
     ranks = torch.arange(dist.get_world_size()).view(shape)
     row, column = divmod(dist.get_rank(), shape[1])
     groups = [
@@ -236,7 +210,7 @@ def replicas_only(mesh: DeviceMesh) -> DeviceMesh:
 def _mesh_group(dim: str, ranks: tuple[int, ...]) -> dist.ProcessGroup:
     world = dist.group.WORLD
     assert world is not None
-    return world if len(ranks) == world.size() else _made_once(dim, ranks, _timeout(), new_group)
+    return world if len(ranks) == world.size() else _made_once(dim, ranks, world_timeout(), private.new_group)
 
 
 def default_mesh(device_type: str) -> DeviceMesh:
@@ -275,8 +249,44 @@ def start_world(device_type: str, timeout: timedelta | None = None, **settings: 
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     # Bound to the device: communicators are made now, and not by whichever collectives come first on each rank.
-    dist.init_process_group("nccl", device_id=device, pg_options=high_priority("nccl", timeout), **settings)
+    dist.init_process_group("nccl", device_id=device, pg_options=private.high_priority("nccl", timeout), **settings)
     return device
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class World:
+    """The ranks as one of them sees them. Every rank calls each of its collectives, with tensors on `device`."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    def any(self, value: torch.Tensor) -> bool:
+        """Whether a 0-d tensor is true on any rank."""
+        found = value.detach().int()
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return bool(found.item())
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all ranks, any picklable objects, in rank order."""
+        values: list[T | None] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def join_world(kind: DeviceKind, timeout_s: float = TIMEOUT_S) -> Iterator[World]:
+    """Join the process group that an elastic launcher's variables describe, and leave it when all went well.
+
+    CPU joins through gloo, CUDA through NCCL with the GPU of this local rank; a rank waits `timeout_s` for others.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    store, rank, size = next(torch_rendezvous("env://", timeout=timeout))
+    store = private.store_of_this_start(store)  # or addresses of ranks that are gone would be read
+    device = start_world(kind, timeout=timeout, store=store, rank=rank, world_size=size)
+    yield World(rank=dist.get_rank(), size=dist.get_world_size(), device=device)
+    # Not after an error: other ranks would report lost connections before this one has reported its error.
+    dist.destroy_process_group()
 
 
 def check_mesh(mesh: DeviceMesh) -> None:

@@ -19,8 +19,7 @@ import json
 import time
 from collections.abc import Iterator
 
-from fsdp_compile.comm.answering_store import AnsweringStore, pauses
-from fsdp_compile.comm.failures import failed_elsewhere
+from fsdp_compile.comm.failures import AnsweringStore, failed_elsewhere, pauses
 from fsdp_compile.errors import FSDPCompileError, RankFailedError, RankMismatchError
 
 _KINDS: dict[str, type[FSDPCompileError]] = {kind.__name__: kind for kind in (RankFailedError, RankMismatchError)}

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_compile.capture.whole_model import refusal_of_several
+from fsdp_compile._torch.fully_shard import states_below
+from fsdp_compile.capture.forms import refusal_of_several
 from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.cost.hardware import hardware as named_hardware
 from fsdp_compile.errors import ConfigError
@@ -21,8 +22,8 @@ from fsdp_compile.explain.stand_in import planning_mesh, planning_world, shard_s
 from fsdp_compile.explain.trace import trace
 from fsdp_compile.explain.units import units_of
 from fsdp_compile.fsdp2.module_class import user_class
-from fsdp_compile.fsdp2.take_over import model_of, sharded_root
-from fsdp_compile.lower.compiled_regions import regions_of
+from fsdp_compile.fsdp2.take_over import model_of
+from fsdp_compile.lower.region import regions_of
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.passes.settings import FUSION
 
@@ -76,7 +77,7 @@ def explain(
     estimated_for = hardware or checked.planned_for or named_hardware()
     if checked.regions == "blocks":
         checked = as_blocks(checked)
-    if sharded_root(plain) is not None:
+    if states_below(plain):
         if args or kwargs or options is not None or dims:
             raise ConfigError(
                 "a sharded model is explained as it ran; inputs and options have no effect",

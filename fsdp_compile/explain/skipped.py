@@ -12,7 +12,7 @@ from fsdp_compile.explain.units import UnitData
 from fsdp_compile.fsdp2.unit import Unit
 from fsdp_compile.ir.graph import Phase
 from fsdp_compile.layout.spec import Reshard
-from fsdp_compile.sharding.params import is_whole
+from fsdp_compile.sharding.arguments import is_whole
 
 _NAMED = 3
 _MUCH_PADDING = 0.1

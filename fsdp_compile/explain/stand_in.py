@@ -23,7 +23,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, ShardingStra
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch.distributed import fake_store
-from fsdp_compile._torch.fully_shard import PreHook, lazy_init_on_meta, offloads
+from fsdp_compile._torch.fully_shard import PreHook, lazy_init_on_meta, offloads, states_below
 from fsdp_compile._torch.tensors import FakeTensor
 from fsdp_compile.comm.mesh import HYBRID, hybrid_mesh
 from fsdp_compile.config.choices import check_world_size
@@ -31,7 +31,7 @@ from fsdp_compile.config.policy import AnyOffloadPolicy, as_offload
 from fsdp_compile.cost.sizes import concrete
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.fsdp2.module_class import refresh_reads, set_flat, user_class
-from fsdp_compile.fsdp2.take_over import sharded_root, take_over
+from fsdp_compile.fsdp2.take_over import take_over
 from fsdp_compile.fsdp2.unit import Model
 from fsdp_compile.fsdp2.updates import update_as
 from fsdp_compile.sharding.fully_shard import fully_shard
@@ -103,10 +103,9 @@ def shard_stand_in(model: nn.Module, *, offload_policy: AnyOffloadPolicy = None,
     for module, name, old in whole:
         if (new := module._parameters[name]) is not None:
             update_as(old, new)
-    state = sharded_root(model)
-    assert state is not None
-    lazy_init_on_meta(state)
-    taken = take_over(state)
+    root = states_below(model)[0]
+    lazy_init_on_meta(root)
+    taken = take_over(root)
     for group in taken.groups:
         group.give_memory(hollow(group.flat))
         if offloads(group.of_torch):

@@ -25,7 +25,7 @@ from fsdp_compile.explain.skipped import not_compiled
 from fsdp_compile.explain.tables import Table, as_text, size, time
 from fsdp_compile.fsdp2.module_class import user_class
 from fsdp_compile.fsdp2.take_over import model_of
-from fsdp_compile.lower.compiled_regions import regions_of
+from fsdp_compile.lower.region import regions_of
 
 
 @dataclasses.dataclass(frozen=True)

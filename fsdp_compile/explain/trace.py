@@ -18,8 +18,8 @@ from torch import fx, nn
 
 from fsdp_compile._torch.dynamo import detect_fake_mode, ends_in_graph_break
 from fsdp_compile.capture.flat_inputs import flat_inputs
+from fsdp_compile.capture.forms import is_whole_model, refusal_of_several, refuse_budget_of_a_part
 from fsdp_compile.capture.shard_embeddings import shard_lookups
-from fsdp_compile.capture.whole_model import is_whole_model, refusal_of_several, refuse_budget_of_a_part
 from fsdp_compile.cost.sizes import concrete
 from fsdp_compile.errors import FSDPCompileError, UnsupportedModelError
 from fsdp_compile.explain.open_sizes import OpenInputs, OpenSizes

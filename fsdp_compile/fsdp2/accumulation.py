@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
 from fsdp_compile._torch import fully_shard as fsdp2
-from fsdp_compile._torch.dynamo import OptimizedModule
 from fsdp_compile.errors import ConfigError
+from fsdp_compile.fsdp2.shards import unwrap
 
 _plain_inside: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 """Modules that were given to `no_sync` blocks which run: their models may be sharded in them."""
@@ -36,7 +37,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         ...     model(first).backward()
         >>> model(last).backward()
     """
-    module = model._orig_mod if isinstance(model, OptimizedModule) else model
+    module: Any = unwrap(model)
     if not isinstance(module, nn.Module):
         raise ConfigError(
             f"{type(module).__name__} is not a torch.nn.Module",
@@ -59,8 +60,6 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 def follow_no_sync(root: nn.Module) -> None:
     """Switches reductions off in a model that was sharded inside of a `no_sync` block."""
-    inside = set(_plain_inside)
-    for module in root.modules():
-        if module in inside:
-            for group in fsdp2.groups_below(module):
-                fsdp2.set_reductions(group, (False, False))
+    for module in set(_plain_inside).intersection(root.modules()):
+        for group in fsdp2.groups_below(module):
+            fsdp2.set_reductions(group, (False, False))

@@ -50,19 +50,15 @@ class CastBuffer:
 
 
 def cast_buffers(modules: Iterable[nn.Module], dtype: torch.dtype, *, in_eval: bool) -> None:
-    """Casts the floating-point buffers of modules, one by one; several modules may have one.
+    """Casts the floating-point buffers of modules, but not of those below them, to the dtype that these register then.
 
-    Args:
-        modules: Without what is below them.
-        dtype: The registered one, from now on.
-        in_eval: Whether compiled forwards in eval mode read what the buffers were before.
+    Several modules may have one. With `in_eval`, compiled forwards in eval mode read what the buffers were before.
     """
     made: dict[torch.Tensor, CastBuffer] = {}
     for module in modules:
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_floating_point() and buffer.dtype != dtype:
-                if buffer not in made:
-                    made[buffer] = CastBuffer(buffer, dtype, in_eval=in_eval)
+                made[buffer] = made.get(buffer) or CastBuffer(buffer, dtype, in_eval=in_eval)
                 _register(module, name, made[buffer])
 
 
@@ -120,8 +116,6 @@ def _cast_again(module: nn.Module, names: Iterable[str], made: dict[torch.Tensor
         if buffer is None or buffer is cast.cast:
             continue
         if buffer is not cast.original or buffer.device != cast.cast.device:
-            if buffer not in made:
-                made[buffer] = CastBuffer(buffer, cast.cast.dtype, in_eval=cast.in_eval)
-            cast = made[buffer]
+            cast = made[buffer] = made.get(buffer) or CastBuffer(buffer, cast.cast.dtype, in_eval=cast.in_eval)
         cast.follow()
         _register(module, name, cast)

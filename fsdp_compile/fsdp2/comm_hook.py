@@ -8,6 +8,7 @@ from torch import nn
 from fsdp_compile._torch import fully_shard as fsdp2
 from fsdp_compile._torch import fully_shard_params as torch_params
 from fsdp_compile.errors import ConfigError
+from fsdp_compile.fsdp2.shards import unwrap
 from fsdp_compile.fsdp2.take_over import model_of
 from fsdp_compile.ops import comm_hook
 from fsdp_compile.ops.comm_hook import CommHook, Registered
@@ -36,18 +37,17 @@ def register_comm_hook(model: nn.Module, hook: CommHook, state: object = None) -
         ConfigError: If the hook cannot be called so, the model is not sharded or only a part of one, or has a hook, or
             gradients are divided by what a user has set.
     """
-    model = getattr(model, "_orig_mod", model)
-    states = [found for module in model.modules() if (found := fsdp2.state_of(module)) is not None]
-    states = list(dict.fromkeys(states))
+    model = unwrap(model)
+    states = fsdp2.states_below(model)
     groups = fsdp2.groups_below(model)
     _refuse(model, states, groups)
     for group in groups:
-        is_split = fsdp2.placement_of(group).size > 1
+        is_split = fsdp2.placement_of(group).shards.size > 1
         comm_hook.check_signature(hook, ("state", "gradient", "output") if is_split else ("state", "gradient"))
     is_known = all(_is_known(group, hook, state) for group in groups)
     registered = Registered("", hook, state) if is_known else comm_hook.register(hook, state)
     for each in states:
-        fsdp2.set_comm_hook(each, registered)
+        fsdp2.keep(each, "comm_hook", registered)
     known = model_of(model)
     for unit in [] if known is None else known.units:
         unit.refresh_specs()
@@ -57,11 +57,11 @@ def _refuse(model: nn.Module, states: list[fsdp2.FSDPState], groups: list[fsdp2.
     where = f"register_comm_hook({type(model).__name__})"
     if not states:
         raise ConfigError("the model is not sharded", where=where, instead="call fully_shard(model) before")
-    if any(fsdp2.is_initialized(each) and not fsdp2.is_root(each) for each in states[:1]):
+    if fsdp2.is_inner(states[0]):
         raise ConfigError(
             "the module is a part of a sharded model", where=where, instead="the outermost module: one hook for all"
         )
-    if any(fsdp2.comm_hook_of(each) is not None for each in states):
+    if any(fsdp2.kept(each, "comm_hook") is not None for each in states):
         raise ConfigError("the model has a communication hook already", where=where, instead="register one hook, once")
     if any(fsdp2.divide_factor(group) is not None for group in groups):
         raise ConfigError(
@@ -74,10 +74,11 @@ def _refuse(model: nn.Module, states: list[fsdp2.FSDPState], groups: list[fsdp2.
 def _is_known(group: fsdp2.TorchGroup, hook: CommHook, state: object) -> bool:
     """Whether the passes can write the hook as nodes."""
     where = fsdp2.placement_of(group)
-    over = where.group if where.size > 1 else where.replicate_group
+    is_split = where.shards.size > 1
+    over = (where.shards if is_split else where.replicas).group
     ranks = [dist.get_rank()] if over is None else dist.get_process_group_ranks(over)
     return all(
-        comm_hook.is_plain_average(hook, state, ranks, parameter.dtype, split=where.size > 1)
+        comm_hook.is_plain_average(hook, state, ranks, parameter.dtype, split=is_split)
         for param in fsdp2.params_of(group)
         if (parameter := torch_params.sharded_param(param)).requires_grad
     )

@@ -15,13 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_compile._torch.dynamo import (
-    comptime,
-    is_compiling_a_frame,
-    leave_while_traced,
-    skip_code,
-    traces_a_forward,
-)
+from fsdp_compile._torch.dynamo import comptime, leave_while_traced, root_translator, skip_code, traces_a_forward
 from fsdp_compile._torch.fully_shard import MANAGED, class_below
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.fsdp2.buffers import CASTS
@@ -244,25 +238,19 @@ def _name_in_eval(name: str) -> str:
 def _marker(module: nn.Module, name: str, flat: str, text: str) -> torch.Tensor:
     arguments = getattr(module, ARGUMENTS)
     if arguments is None or name not in arguments:
-        read: torch.Tensor = torch.ops.fsdp_compile.unshard(getattr(module, flat), text)
-        return read
-    # Without gradients nothing accumulates: evaluations need no graph for each state.
-    if not torch.is_grad_enabled():
-        kept: torch.Tensor = torch.ops.fsdp_compile.unshard(getattr(module, flat), text, arguments[name][1])
-        return kept
-    marked: torch.Tensor = torch.ops.fsdp_compile.unshard(getattr(module, flat), *arguments[name])
-    return marked
-
-
-@torch.compiler.disable
-def _gather_late(unit: Unit, module: nn.Module) -> None:
-    unit.gather_late(module)
+        given: tuple[Any, ...] = (text,)
+    elif torch.is_grad_enabled():
+        given = arguments[name]
+    else:  # nothing accumulates: evaluations need no graph for each state
+        given = (text, arguments[name][1])
+    read: torch.Tensor = torch.ops.fsdp_compile.unshard(getattr(module, flat), *given)
+    return read
 
 
 def _gather_deferred(unit: Unit, module: nn.Module) -> None:
     """Gathers a unit by FSDP2's hooks if its call is in Python, where Dynamo was expected to trace it."""
     if unit.may_be_deferred:
-        _gather_late(unit, module)
+        unit.gather_late(module)
 
 
 class _Unseen(property):
@@ -274,7 +262,7 @@ class _Unseen(property):
 
 def _is_managed(_: nn.Module) -> bool:
     """FSDP2's mark, for code that asks for it. Not for Dynamo, which guards marked modules in its own way."""
-    return True if torch.compiler.is_dynamo_compiling() else not is_compiling_a_frame()
+    return True if torch.compiler.is_dynamo_compiling() else root_translator() is None
 
 
 def _named_parameters(

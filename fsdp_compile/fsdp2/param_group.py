@@ -24,7 +24,7 @@ from fsdp_compile._torch.autograd import allow_any_gradient_dtype
 from fsdp_compile._torch.dynamo import keep_sizes_fixed
 from fsdp_compile._torch.tensors import local_tensor, make_dtensor, set_local_tensor
 from fsdp_compile.comm.dtensor_layouts import DTensorLayout
-from fsdp_compile.comm.groups import alias_of
+from fsdp_compile.comm.groups import GroupRole, alias_of
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.fsdp2 import edge
 from fsdp_compile.fsdp2.module_class import parametrized_late
@@ -59,10 +59,7 @@ class Param:
     parameter: nn.Parameter
     view: torch.Tensor
     layout: DTensorLayout | None
-    first_text: str = ""
-
-    def __post_init__(self) -> None:
-        self.first_text = self.first_text or self.spec.text
+    first_text: str
 
     @property
     def refs(self) -> list[tuple[nn.Module, str]]:
@@ -108,12 +105,11 @@ class ParamGroup:
         self._unit = weakref.ref(unit)
         self.of_torch = of_torch
         self.title = unit.title
-        where = fsdp2.placement_of(of_torch)
-        self.size, self.rank = where.size, where.rank
+        self.size = fsdp2.placement_of(of_torch).shards.size
         self.updates = Updates(self)
         stored = torch_params.sharded_param(members[0]).dtype
         self._members = members
-        common = self._common_spec(where, self.updates.wanted(map(torch_params.sharded_param, members)))
+        common = self._common_spec(self.updates.wanted(map(torch_params.sharded_param, members)))
         shapes = [ParameterShape("", torch_params.shape_of(p), torch_params.shard_dim(p)) for p in members]
         wire = self._wire_format(stored)
         layout = plan_layout(
@@ -142,7 +138,7 @@ class ParamGroup:
             module, attribute = torch_params.refs_of(each)[0]
             name = f"{titles.get(id(module), '')}.{attribute}".removeprefix(".")
             found[slot.index] = self._move_in(each, name, self._in_format(place))
-        self.params = tuple(p for p in found if p is not None)
+        self.params = [p for p in found if p is not None]
         self.pending = PendingGrads(self)
         self.gathered: dict[int, torch.Tensor] = {}
         self.edge = self.flat
@@ -197,9 +193,7 @@ class ParamGroup:
 
     def refresh_specs(self) -> None:
         """Follows settings that users have changed on FSDP2's objects."""
-        where = fsdp2.placement_of(self.of_torch)
-        update = self.updates.wanted(param.parameter for param in self.params)
-        common = self._common_spec(where, update)
+        common = self._common_spec(self.updates.wanted(param.parameter for param in self.params))
         for param in self.params:
             old = param.spec
             place = dataclasses.replace(common, offset=old.offset, extent=old.extent, shape=old.shape, dim=old.dim)
@@ -224,44 +218,42 @@ class ParamGroup:
         found = dataclasses.replace(param.spec, param_dtype=self.flat.dtype, gather_format="")
         return None if found == param.spec else found
 
-    def _common_spec(self, where: fsdp2.Placement, update: Update) -> UnshardSpec:
+    def _common_spec(self, update: Update) -> UnshardSpec:
         """What all parameters of the group share."""
+        where = fsdp2.placement_of(self.of_torch)
         state, reduced = self.unit.state, torch_params.reduce_dtype(self._members[0])
         reshard = Reshard.AFTER_FORWARD if where.reshards else Reshard.AFTER_BACKWARD
         if where.reshards and fsdp2.own_setting(state, "auto_reshard", default=False):
             reshard = Reshard.AUTO
         apart = where.reduces_apart or fsdp2.own_setting(state, "separate_reduce_group", default=False)
-        hook: Registered | None = fsdp2.comm_hook_of(state)
+        hook: Registered | None = fsdp2.kept(state, "comm_hook")
         # What a hook compresses is the message; sums of microbatches in 16 bits would stop growing.
         compressed = None if hook is None or hook.compresses_to == reduced else hook.compresses_to
-        after = where.post_forward_group
         device = self.of_torch.device.type
         return UnshardSpec(
             offset=0,
             extent=0,
             shape=(),
             dim=None,
-            size=where.size,
-            group="" if where.group is None else alias_of(where.group, "shard"),
-            stride=where.stride,
-            replicas=where.replicas,
-            replicate_group="" if where.replicate_group is None else alias_of(where.replicate_group, "replicate"),
-            replicate_stride=where.replicate_stride,
+            size=where.shards.size,
+            group=_alias(where.shards, "shard"),
+            stride=where.shards.stride,
+            replicas=where.replicas.size,
+            replicate_group=_alias(where.replicas, "replicate"),
+            replicate_stride=where.replicas.stride,
             param_dtype=torch_params.param_dtype(self._members[0]),
             reduce_dtype=compressed or reduced,
             accumulate_dtype=None if compressed is None else reduced,
             hook="" if hook is None else hook.key,
             reshard=reshard,
-            post_forward_size=where.post_forward_size,
-            post_forward_group="" if after is None else alias_of(after, "post_forward"),
+            post_forward_size=where.post_forward.size,
+            post_forward_group=_alias(where.post_forward, "post_forward"),
             divide=fsdp2.divide_factor(self.of_torch),
             update=update,
             forward_prefetch=self.unit.prefetched[0],
             backward_prefetch=self.unit.prefetched[1],
             compute=device if fsdp2.offloads(self.of_torch) and device != "cpu" else "",
-            reduce_group=alias_of(where.group, "reduce")
-            if apart and where.group is not None and where.size > 1
-            else "",
+            reduce_group=_alias(where.shards, "reduce") if apart and where.shards.size > 1 else "",
         )
 
     @property
@@ -307,7 +299,7 @@ class ParamGroup:
             # FSDP2 sums the uses of a parameter in this dtype, too, if sums over other ranks may follow.
             dtype = spec.unreduced_dtype if any(p.is_replicate() for p in others) else spec.summed_dtype
             layout = DTensorLayout.of(gathered.mesh, gathered.placements, gathered.shape, dims, dtype)
-        return Param(each, name, spec, parameter, view, layout, first_text)
+        return Param(each, name, spec, parameter, view, layout, first_text or spec.text)
 
     def make_edge(self) -> None:
         """Makes the tensor that graphs take: the buffer's memory, with a history that leads to the DTensors."""
@@ -357,8 +349,9 @@ class ParamGroup:
                 instead="torch.compile(model) in the place of a compiled function, or one uncompiled forward of the "
                 "model after the conversion",
             )
-        for i in [i for i, param in enumerate(self.params) if param.is_moved]:
-            param = self.params[i]
+        for i, param in enumerate(self.params):
+            if not param.is_moved:
+                continue
             local = local_tensor(torch_params.sharded_param(param.of_torch))  # type: ignore[arg-type]
             if local.shape != param.view.shape:
                 raise UnsupportedModelError(
@@ -368,8 +361,7 @@ class ParamGroup:
                     instead="change shapes before fully_shard()",
                 )
             param.update_shard_data()
-            again = self._move_in(param.of_torch, param.name, param.spec, param.first_text)
-            self.params = (*self.params[:i], again, *self.params[i + 1 :])
+            self.params[i] = self._move_in(param.of_torch, param.name, param.spec, param.first_text)
         # After `swap_tensors` a parameter is the same object, and the edge leads to what was in it.
         self.make_edge()
         return True
@@ -385,3 +377,7 @@ class ParamGroup:
             own = flat_grad.as_strided(view.shape, view.stride(), begin + offset) if offset in offsets else None
             grads.append(None if own is None else make_dtensor(own, leaf))
         return grads
+
+
+def _alias(ranks: fsdp2.Ranks, role: GroupRole) -> str:
+    return "" if ranks.group is None else alias_of(ranks.group, role)

@@ -74,27 +74,22 @@ class Tail:
 
 
 class Reduction:
-    """Gradients of one graph whose reductions run."""
+    """Gradients of one graph whose reductions run, in the `stages` that are left."""
 
     def __init__(self, tail: Tail, running: Sequence[torch.Tensor], units: Sequence[str]) -> None:
-        self._stages = list(tail.stages)
+        self.stages = list(tail.stages)
         self._values = running
         self._units = units
 
     def advance(self) -> None:
         """Waits for what runs, and starts the next stage, if there is one."""
-        if self._stages:
+        if self.stages:
             with profiled(Range.REDUCE_WAIT, self._units):
-                self._values = self._stages.pop(0)(*self._values)
-
-    @property
-    def is_done(self) -> bool:
-        """Whether nothing of it runs."""
-        return not self._stages
+                self._values = self.stages.pop(0)(*self._values)
 
     def finish(self) -> Sequence[torch.Tensor]:
         """Waits for all stages; returns the gradients."""
-        while self._stages:
+        while self.stages:
             self.advance()
         return self._values
 
@@ -229,7 +224,7 @@ class Pipeline:
             arriving[group] = reduction, number
         for earlier_one in self._running:
             earlier_one.advance()
-        self._running = [*(one for one in self._running if not one.is_done), reduction]
+        self._running = [*(one for one in self._running if one.stages), reduction]
         return given
 
     def arrived(self, group: ParamGroup, gradient: torch.Tensor) -> torch.Tensor:
@@ -268,13 +263,7 @@ class Pipeline:
 
 
 def gathered(head: Head, groups: Mapping[int, ParamGroup], args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The gathered messages of a graph that is about to run.
-
-    Args:
-        head: Of the graph.
-        groups: By the positions of their flat tensors among its inputs.
-        args: These inputs.
-    """
+    """The gathered messages of a graph that is about to run; `groups` are by the positions of their flat tensors."""
     pipeline = _pipeline(groups, head.flats)
     if pipeline is None:
         return _wait(head.start(*(args[at] for at in head.flats)))
@@ -282,14 +271,7 @@ def gathered(head: Head, groups: Mapping[int, ParamGroup], args: Sequence[torch.
 
 
 def reduced(tail: Tail, groups: Mapping[int, ParamGroup], outputs: Sequence[Any], *, now: bool) -> list[Any]:
-    """The outputs of a backward that has returned running reductions after its own outputs.
-
-    Args:
-        tail: Of the graph.
-        groups: By the positions of their flat tensors among its inputs.
-        outputs: Of the graph.
-        now: Whether to wait for the reductions.
-    """
+    """The outputs of a backward that has returned running reductions after its own; `now` waits for these."""
     own = len(outputs) - tail.running
     titles = [groups[at].title for at in tail.flats if at in groups]
     reduction, made = Reduction(tail, outputs[own:], titles), list(outputs[:own])

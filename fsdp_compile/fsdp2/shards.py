@@ -40,11 +40,6 @@ def plain_name(name: str) -> str:
 def shard_between_steps(module: nn.Module, where: str, *, instead: str) -> None:
     """Makes every parameter below `module` that is sharded a DTensor again, on all ranks; no communication.
 
-    Args:
-        module: A model, or a part of it.
-        where: The call, in an error.
-        instead: What to write in its place.
-
     Raises:
         ConfigError: Inside of a forward or a backward.
     """
@@ -74,12 +69,9 @@ def full_value(value: DTensor) -> torch.Tensor:
 
 @torch.no_grad()
 def own_part(full: torch.Tensor, like: DTensor, *, source: int | None = None) -> torch.Tensor:
-    """This rank's part of a full tensor, on the device of `like`, in memory of its own.
+    """This rank's part of a full tensor of the shape of `like`, on the device of that, in memory of its own.
 
-    Args:
-        full: Of the shape of `like`.
-        like: Which part it is.
-        source: The rank of the mesh's dimensions that alone has the values, and sends them; else every rank has them.
+    Either every rank has the values, or `source`, a rank of the mesh's dimensions, which sends them.
     """
     split = distribute_tensor(full.detach(), like.device_mesh, like.placements, src_data_rank=source)
     device = local_tensor(like).device
@@ -112,10 +104,6 @@ def _all_torch_params() -> Iterator[tuple[TorchParam, DeviceMesh]]:
 
 def require_alike(parts: Mapping[str, nn.Module], where: str) -> None:
     """Compares over ranks what modules have where FSDP2 has sharded a parameter, before they gather it together.
-
-    Args:
-        parts: The modules, by name.
-        where: The call, in an error.
 
     Raises:
         RankMismatchError: On all ranks, if one has put a parameter of another kind, shape or dtype in such a place.
@@ -176,9 +164,7 @@ def _first_rank(mesh: DeviceMesh) -> int:
 def union(said: Mapping[Any, Any], meshes: Iterable[DeviceMesh]) -> dict[Any, Any]:
     """What ranks of some meshes say, together; of two values under one key the one of an earlier rank.
 
-    Args:
-        said: What this rank says; it goes through pickle.
-        meshes: Whose ranks call it together, in this order.
+    It goes through pickle. The ranks of the meshes call it together, in this order.
     """
     merged = dict(said)
     for mesh in meshes:
@@ -195,13 +181,7 @@ def is_number(key: object, value: torch.Tensor) -> bool:
 
 
 def give_storages(module: nn.Module, destination: dict[str, Any], prefix: str, _: object) -> None:
-    """Makes the shards of a module in its state dict such that they can be saved and copied: a hook of `state_dict()`.
-
-    Args:
-        module: The module that was just saved.
-        destination: The state dict.
-        prefix: Before each name of the module in it.
-    """
+    """A hook of `state_dict()`: makes the shards of a module in it such that they can be saved and copied."""
     for name, parameter in module._parameters.items():
         value = destination.get(prefix + name)
         if value is parameter or not isinstance(value, DTensor):  # the first: `keep_vars=True`

@@ -7,7 +7,6 @@ What else refers to an old parameter (lists that users made) finds the attribute
 from __future__ import annotations
 
 import copy
-import functools
 import gc
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -16,7 +15,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_compile._torch.autograd import is_saved_by_autograd
 from fsdp_compile.errors import ConfigError
@@ -110,8 +108,8 @@ def _refuse_gradient(gradient: torch.Tensor) -> NoReturn:
     )
 
 
-def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    """For optimizers that are made of a list from before, and those that the garbage collector does not know."""
+def follow_before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    """Gives sharded parameters to an optimizer that was made of a list from before, or that `gc` does not know."""
     held = [p for group in optimizer.param_groups for p in group["params"]]
     if any(type(p) is StaleParameter for p in held):
         _follow(optimizer, {p: p.__dict__["successor"] for p in held if type(p) is StaleParameter})
@@ -158,9 +156,3 @@ def _refuse_state(what: str, parameter: Any, first: str = "") -> ConfigError:
         where=f"a parameter of shape {tuple(parameter.shape)}",
         instead=f"{first}make the optimizer after fully_shard(model), or after the first call of the compiled model",
     )
-
-
-@functools.cache
-def follow_optimizers() -> None:
-    """Makes every optimizer of the process take sharded parameters at the start of its steps."""
-    register_optimizer_step_pre_hook(_before_step)

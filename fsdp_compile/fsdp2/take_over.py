@@ -31,7 +31,7 @@ from fsdp_compile.fsdp2.buffers import originals_in_eval
 from fsdp_compile.fsdp2.module_class import LAYOUTS, UNIT, ParamRead, class_of, original_class, refresh_reads, set_flat
 from fsdp_compile.fsdp2.param_group import Param, ParamGroup
 from fsdp_compile.fsdp2.pipeline import Pipeline
-from fsdp_compile.fsdp2.shards import give_storages
+from fsdp_compile.fsdp2.shards import give_storages, unwrap
 from fsdp_compile.fsdp2.unit import Gatherer, Model, Unit
 from fsdp_compile.layout.spec import ROOT
 
@@ -69,25 +69,14 @@ def units(model: nn.Module) -> list[Unit]:
     Returns:
         None for a plain model.
     """
-    module = model._orig_mod if isinstance(model, OptimizedModule) else model
-    return [unit for found in take_over_all(module) for unit in found.units]
-
-
-def sharded_root(module: nn.Module) -> fsdp2.FSDPState | None:
-    """FSDP2's state of the outermost sharded module in a module; `None` if there is none."""
-    for each in module.modules():
-        state = fsdp2.state_of(each)
-        if state is not None:
-            return state
-    return None
+    return [unit for found in take_over_all(unwrap(model)) for unit in found.units]
 
 
 def take_over_all(module: nn.Module) -> list[Model]:
     """Takes over the sharded models in a module, or the one that it is a part of, and returns them."""
     if (found := model_of(module)) is not None:
         return [found]
-    states = [state for each in module.modules() if (state := fsdp2.state_of(each)) is not None]
-    return list(dict.fromkeys(take_over(state) for state in states))
+    return list(dict.fromkeys(map(take_over, fsdp2.states_below(module))))
 
 
 def take_over(state: fsdp2.FSDPState) -> Model:

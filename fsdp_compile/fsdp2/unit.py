@@ -352,6 +352,7 @@ class Unit:
         self.gatherer = Gatherer.GRAPH
         self._set_call(None)
 
+    @torch.compiler.disable
     def gather_late(self, module: nn.Module) -> None:
         """Runs FSDP2's pre-forward for a unit that Python reads in a forward which Dynamo was to compile."""
         if self.is_deferred:

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdp_compile._torch.autograd import profiler_runs
 from fsdp_compile._torch.distributed import collectives
 from fsdp_compile._torch.tensors import OpOverload
-from fsdp_compile.ir.graph import Role, StepGraph, record_of
+from fsdp_compile.ir.graph import Role, record_of
 from fsdp_compile.layout.profiler_ranges import Range, profiled
 
 _NODE = re.compile(r"While executing %(\w+)")
@@ -63,22 +63,16 @@ class CommunicatingCall:
     waits_for: str
 
 
-def communicating_calls(step: StepGraph) -> tuple[CommunicatingCall, ...]:
-    """All calls of a transformed graph that communicate, in their order."""
-    return tuple(call for node in step.graph.nodes if (call := _call(node)) is not None)
-
-
 def ranges(calls: Sequence[CommunicatingCall], names: Mapping[str, str]) -> AbstractContextManager[object]:
     """A context for one run of a graph: its calls have ranges if a profiler runs.
 
-    Args:
-        calls: Of the graph.
-        names: The name of each unit by its title in the graph, which layers of one shape share.
+    Layers of one shape share a graph, and the titles of units in it; `names` has those of this run by title.
     """
     return _Ranges(calls, names) if calls and profiler_runs() else nullcontext()
 
 
-def _call(node: fx.Node) -> CommunicatingCall | None:
+def communicating_call(node: fx.Node) -> CommunicatingCall | None:
+    """What a node of a transformed graph communicates; `None` if it does not."""
     if not isinstance(node.target, OpOverload):
         return None
     record = record_of(node)
@@ -100,12 +94,7 @@ def _name_of(operator: Any) -> str:
 
 
 def failed_wait(error: BaseException, calls: Sequence[CommunicatingCall]) -> str | None:
-    """Which of the waits of a graph an error comes from; `None` where that is not known.
-
-    Args:
-        error: What calling the graph has raised.
-        calls: Of the graph.
-    """
+    """Which of the waits of a graph an error comes from that it has raised; `None` where that is not known."""
     waits = {call.node: call.waits_for for call in calls if call.waits_for}
     node = _NODE.search(str(error))
     if node is not None:

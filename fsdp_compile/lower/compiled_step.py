@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeAlias
 
@@ -21,16 +21,37 @@ from fsdp_compile.fsdp2 import edge
 from fsdp_compile.fsdp2.buffers import CastBuffer
 from fsdp_compile.fsdp2.param_group import ParamGroup
 from fsdp_compile.fsdp2.pipeline import Head, Tail, gathered, reduced
-from fsdp_compile.ir.graph import Phase, Record, Role, StepGraph, require, role_of
-from fsdp_compile.ir.queries import flat_of
+from fsdp_compile.ir.graph import MADE, Phase, Record, Role, StepGraph, require, role_of
+from fsdp_compile.ir.queries import beside, flat_of
 from fsdp_compile.layout.spec import GradPlacement, Update
-from fsdp_compile.lower.communicating_calls import CommunicatingCall, communicating_calls, failed_wait, ranges
-from fsdp_compile.lower.gradient_outputs import GradOutput, grad_outputs
+from fsdp_compile.lower.communicating_calls import CommunicatingCall, communicating_call, failed_wait, ranges
 from fsdp_compile.lower.unused_outputs import Sources, UnusedOutputs, tangents_of
 
 Compiled = Callable[[list[Any]], Any]
 Groups: TypeAlias = Mapping[int, ParamGroup]
 """The parameter groups of one run of a graph, by the positions of their flat tensors."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GradOutput:
+    """The gradients of one flat parameter that a backward graph makes.
+
+    Attributes:
+        flat: Position of the flat parameter among the inputs.
+        offsets: Slots that get gradients.
+        grad_placement: How far they are reduced.
+        unsharded_accumulated_grad: Position of the unreduced gradients that are added to them, if there are any.
+        partial_reduce_output: Position of the reduce-scattered gradients that are added before the all-reduce, if there
+            are any.
+        update: Where the gradients go: out of the graph, or into an update inside of it.
+    """
+
+    flat: int
+    offsets: tuple[int, ...]
+    grad_placement: GradPlacement
+    unsharded_accumulated_grad: int | None
+    partial_reduce_output: int | None
+    update: Update = Update.AFTER_BACKWARD
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,9 +98,9 @@ class CompiledStep:
         return CompiledStep(
             phase=step.phase,
             flats={i: record.unit for i, record in flats.items()},
-            calls=communicating_calls(step),
+            calls=tuple(call for node in step.graph.nodes if (call := communicating_call(node)) is not None),
             counted=tuple(i for i, record in flats.items() if flat_of(record) in again),
-            grads=() if is_forward else tuple(grad_outputs(step)),
+            grads=() if is_forward else tuple(_grad_outputs(step)),
             tangents=() if is_forward else tuple(tangents_of(step)),
             unused=None if sources is None else UnusedOutputs.of(step, sources),
             host_copies_from=next((require(node).specs[0].compute for node in step.nodes(Role.OFFLOAD_OUT)), ""),
@@ -126,13 +147,11 @@ class CompiledStep:
         if self.phase is Phase.FORWARD:
             for unit in {group.unit for group in groups.values()}:
                 unit.begin_graph()
-        for at in self.counted:
-            if at in groups:
-                (
-                    groups[at].updates.begin_forward
-                    if self.phase is Phase.FORWARD
-                    else groups[at].updates.begin_backward
-                )()
+        for updates in (groups[at].updates for at in self.counted if at in groups):
+            if self.phase is Phase.FORWARD:
+                updates.begin_forward()
+            else:
+                updates.begin_backward()
         for each in self.grads:
             _refuse_copy(each, groups.get(each.flat))
         waiting = {each.flat: self._take(args, each, groups.get(each.flat)) for each in self.grads}
@@ -148,26 +167,21 @@ class CompiledStep:
             set(each.offsets).difference(unused.get(each.flat, ())) for each in self.grads
         ]
         for each, offsets in zip(self.grads, produced, strict=True):
-            if each.flat in groups and each.update is Update.IN_BACKWARD:
-                groups[each.flat].updates.chosen = edge.accumulated(
-                    groups[each.flat], each.grad_placement
-                ).intersection(offsets)
+            if each.update is Update.IN_BACKWARD and (group := groups.get(each.flat)) is not None:
+                group.updates.chosen = edge.accumulated(group, each.grad_placement).intersection(offsets)
         return groups, produced
 
     def _take(self, args: list[Any], each: GradOutput, group: ParamGroup | None) -> Collection[int]:
         """Takes pending gradients; returns the offsets of the parameters that have any."""
-        waiting = set[int]()
+        waiting, accumulated = set[int](), set[int]()
         ends = each.grad_placement is not GradPlacement.UNREDUCED
-        asks = group is not None and ends and (group.unit.model.has_pending or group.ends_backward)
-        accumulated = set[int]()
-        if asks and group is not None:
+        if group is not None and ends and (group.unit.model.has_pending or group.ends_backward):
             accumulated = edge.accumulated(group, each.grad_placement).intersection(each.offsets)
         for at, placement in (
             (each.unsharded_accumulated_grad, GradPlacement.UNREDUCED),
             (each.partial_reduce_output, GradPlacement.REDUCE_SCATTERED),
         ):
-            if at is not None and accumulated:
-                assert group is not None
+            if at is not None and group is not None and accumulated:
                 waiting |= group.pending.offsets(placement) & accumulated
                 args[at] = group.pending.take(placement, accumulated)
             elif at is not None:
@@ -225,6 +239,29 @@ def read_again(forward: StepGraph, backward: StepGraph) -> frozenset[Hashable]:
     first, second = ({flat_of(record): record for record in _flats_of(each).values()} for each in (forward, backward))
     updated = (key for key, record in first.items() if record.specs[0].update is Update.IN_BACKWARD)
     return frozenset(updated).intersection(second)
+
+
+def _grad_outputs(step: StepGraph) -> Iterator[GradOutput]:
+    """The flat parameters, and their slots, that a backward graph makes gradients for."""
+    placeholders = step.graph.find_nodes(op="placeholder")
+    place = {node: index for index, node in enumerate(placeholders)}
+    made = {
+        claim: spec
+        for record in map(require, step.nodes(*MADE))
+        for claim, spec in zip(record.claims, record.specs, strict=True)
+    }
+    updated = {place[node.all_input_nodes[0]] for node in step.nodes(Role.UPDATE)}
+    for node, index in place.items():
+        if role_of(node) is not Role.FLAT:
+            continue
+        flat = require(node)
+        mine = [made[flat.unit, name] for name in flat.parameters if (flat.unit, name) in made]
+        if mine:
+            offsets = tuple(sorted(spec.offset for spec in mine))
+            waiting = (beside(node, role) for role in (Role.UNREDUCED_GRAD, Role.PARTIAL_GRAD))
+            unreduced, partial = (None if each is None else place[each] for each in waiting)
+            update = Update.IN_BACKWARD if index in updated else Update.AFTER_BACKWARD
+            yield GradOutput(index, offsets, mine[0].grad_placement, unreduced, partial, update)
 
 
 def _flats_of(step: StepGraph) -> dict[int, Record]:

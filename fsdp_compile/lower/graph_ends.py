@@ -83,10 +83,7 @@ def take_head(step: StepGraph, ahead: int | None, *, has_backward: bool) -> tupl
 
 
 def take_tail(step: StepGraph) -> Tail | None:
-    """Takes what follows the last unit's reductions out of a backward, which returns them while they run.
-
-    Args:
-        step: A planned backward; changed.
+    """Takes what follows the last unit's reductions out of a planned backward, which returns them while they run.
 
     Returns:
         `None` if there are none, or if something else than gradients of parameter groups depends on them.

@@ -18,17 +18,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdp_compile._torch.inductor import (
-    CustomSchedulerPass,
-    calls_operator,
-    note_dependencies,
-    reduce_in_place,
-    run_in_order,
-    sources_of,
-)
+from fsdp_compile._torch import inductor
 
 
-class _SchedulerPass(CustomSchedulerPass):
+class _SchedulerPass(inductor.CustomSchedulerPass):
     """A pass in the form that Inductor's settings, and its cache, accept."""
 
     VERSION = 3
@@ -51,9 +44,9 @@ class FixCalls(_SchedulerPass):
     def __call__(self, nodes: list[Any]) -> list[Any]:
         """Returns the nodes as they are, with more dependencies."""
         if nodes:
-            run_in_order([node for node in nodes if calls_operator(node)])
-            reduce_in_place(nodes)
-            note_dependencies(nodes)
+            inductor.run_in_order([node for node in nodes if inductor.calls_operator(node)])
+            inductor.reduce_in_place(nodes)
+            inductor.note_dependencies(nodes)
         return nodes
 
 
@@ -62,7 +55,7 @@ class PlaceLate(_SchedulerPass):
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
         """Returns the nodes in their new order."""
-        sources = sources_of(nodes)
+        sources = inductor.sources_of(nodes)
         place = {node: node.max_order for node in nodes}
         for node in reversed(nodes):
             for source in sources[node]:

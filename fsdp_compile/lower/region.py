@@ -7,19 +7,24 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import fx
 
+from fsdp_compile._torch.distributed import collectives
 from fsdp_compile.capture.flat_inputs import name_inputs
 from fsdp_compile.capture.functions import refuse_hidden_reads
-from fsdp_compile.capture.own_waits import wait_one_by_one
+from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.cost.memory import bytes_beside
 from fsdp_compile.errors import BudgetTooSmallError, FSDPCompileError
+from fsdp_compile.fsdp2.param_group import ParamGroup
+from fsdp_compile.fsdp2.unit import Unit
 from fsdp_compile.ir.graph import Phase, Record, StepGraph
 from fsdp_compile.lower.compiled_step import Compiled, CompiledStep, read_again
 from fsdp_compile.lower.graph_ends import take_head, take_tail
-from fsdp_compile.lower.shared_plan import Compared, Follow, Graphs, Lines, collectives_of, lines_of, read_in
+from fsdp_compile.lower.shared_plan import Compared, Follow, Lines, lines_of, read_in
 from fsdp_compile.lower.unused_outputs import Sources, gradient_sources
 from fsdp_compile.ops.effects import erase_markers
+from fsdp_compile.options import FSDPOptions
 from fsdp_compile.partition.cast_before_gather import cast_before_gather
 from fsdp_compile.partition.partition import partition
 from fsdp_compile.partition.recompute import blocks, with_fewest
@@ -30,6 +35,10 @@ from fsdp_compile.progress import say, stage
 Transform = Callable[..., StepGraph]
 """Runs the passes on a graph; a second argument, if any, are the collectives of the plan that it has to follow."""
 Keep = Callable[[StepGraph, StepGraph], object]
+
+
+_WAIT_FOR_ALL: Any = getattr(getattr(collectives, "wait_tensors", None), "default", "no such operator")
+"""The program's wait for several messages, which torch traces since 2.15."""
 
 
 def nothing(*_: object) -> None:
@@ -67,7 +76,7 @@ class Region:
     number: int = 0
     may_recompute: bool = False
     graphs_ahead: Callable[[Phase], int | None] | None = None
-    settle: Callable[[Graphs, Follow], None] = nothing
+    settle: Callable[[Compared, Follow], None] = nothing
     may_follow: bool = False
     show: Callable[[StepGraph], None] = nothing
     refuse: Callable[[FSDPCompileError], None] = nothing
@@ -81,16 +90,11 @@ class Region:
 
     def partition(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Splits the joint graph and transforms both halves."""
-        with self._telling_of_refusals(), without_collections():
-            refuse_hidden_reads(joint)
-            wait_one_by_one(joint.graph)
-            name_inputs(joint.graph, self.flats)
-            self.read = read_in(joint.graph)
+        with self._transforming(joint):
             self.steps = with_fewest(
                 lambda recomputed: self._split(joint, inputs, recomputed, kwargs),
                 lambda: len(blocks(joint.graph)) if self.may_recompute else 0,
             )
-            self._settle_now()
         self.again = read_again(*self.steps)
         claim_gradients(*self.steps)
         return self.steps[0].gm, self.steps[1].gm
@@ -119,9 +123,19 @@ class Region:
             self._before = [half.copy() for half in halves]
 
     @contextmanager
-    def _telling_of_refusals(self) -> Iterator[None]:
+    def _transforming(self, gm: fx.GraphModule) -> Iterator[None]:
+        """Reads a graph that AOTAutograd made, before the block transforms it, and compares the result with others."""
         try:
-            yield
+            with without_collections():
+                refuse_hidden_reads(gm)
+                _wait_one_by_one(gm.graph)
+                name_inputs(gm.graph, self.flats)
+                self.read = read_in(gm.graph)
+                yield
+                # Only when all are transformed: a rank whose second graph is refused must not have announced the first.
+                self.settle(Compared.of(self.steps, self.read, self.inserted), self._follow)
+                for step in self.steps:
+                    self.show(step)
         except FSDPCompileError as error:
             self.refuse(error)
             raise
@@ -141,40 +155,20 @@ class Region:
             raise max(refused, key=lambda error: error.least_bytes)
         return steps
 
-    def _settle_now(self) -> None:
-        # Only when all are transformed: a rank whose second graph is refused must not have announced the first.
-        self.settle(self._described(), self._follow)
-        for step in self.steps:
-            self.show(step)
-
-    def _follow(self, plan: Lines) -> Graphs:
+    def _follow(self, plan: Lines) -> Compared:
         """Transforms the graphs again, so that they follow a plan."""
         self.steps = self._both([half.copy() for half in self._before], plan)
-        return self._described()
-
-    def _described(self) -> Graphs:
-        read = {Phase.FORWARD: self.read}
-        # A pipeline that was told to stop early has inserted nothing, and has nothing to plan.
-        inserted = self.inserted
-        return {
-            step.phase: Compared(read.get(step.phase, ()), inserted.get(step.phase, ()), collectives_of(step))
-            for step in self.steps
-        }
+        return Compared.of(self.steps, self.read, self.inserted)
 
     def inference(self, gm: fx.GraphModule) -> None:
         """Transforms a graph that has no backward and so was never partitioned."""
-        with self._telling_of_refusals(), without_collections():
-            refuse_hidden_reads(gm)
-            wait_one_by_one(gm.graph)
-            name_inputs(gm.graph, self.flats)
-            self.read = read_in(gm.graph)
+        with self._transforming(gm):
             cast_before_gather(gm.graph)
             step = StepGraph(gm, Phase.FORWARD)
             self._remember([step])
             self.steps = self._both([step])
-            self._settle_now()
-            if self.steps[0].gm is not gm:
-                gm.graph = self.steps[0].graph
+        if self.steps[0].gm is not gm:
+            gm.graph = self.steps[0].graph
 
     def _said(self, doing: str, phase: Phase, graphs: int) -> str:
         place = 1 if phase is Phase.FORWARD else 2
@@ -197,3 +191,61 @@ class Region:
         around = dataclasses.replace(around, head=head, tail=tail)
         with stage(self._said("lowering", phase, len(self.steps))):
             return around.around(compile_graph(messages))
+
+
+def _wait_one_by_one(graph: fx.Graph) -> None:
+    """Writes the program's waits for several messages as waits for one each: whatever orders or checks knows one kind.
+
+    before    %c = all_reduce_coalesced([%a, %b], ...)   %w = wait_tensors([%c[0], %c[1]])   %w[0], %w[1]
+    after     %c = all_reduce_coalesced([%a, %b], ...)   wait_tensor(%c[0]), wait_tensor(%c[1])
+    """
+    for wait in graph.find_nodes(op="call_function", target=_WAIT_FOR_ALL):
+        for item in list(wait.users):
+            messages: Any = wait.args[0]
+            with graph.inserting_before(wait):
+                one = graph.call_function(collectives.wait_tensor.default, (messages[item.args[1]],))
+            one.meta = dict(item.meta)
+            item.replace_all_uses_with(one)
+            graph.erase_node(item)
+        graph.erase_node(wait)
+
+
+@dataclasses.dataclass(eq=False)
+class CompiledRegion:
+    """The graphs of one compiled region as the passes left them, for `explain(compiled)`.
+
+    Lowering consumes a graph, so each unit that it reads stores a copy of its nodes.
+
+    Attributes:
+        number: Counts the regions of a model in the order of their compiles.
+        lower: As in `FSDPOptions.lower`.
+        hardware: What it was planned for, if that was given.
+        steps: The transformed graphs, forward first.
+    """
+
+    number: int
+    lower: str
+    hardware: Hardware | None
+    steps: list[StepGraph] = dataclasses.field(default_factory=list)
+
+
+def register_region(groups: Sequence[ParamGroup], options: FSDPOptions) -> CompiledRegion:
+    """Makes a region for the graphs of a compile; of several compiles of one region the last is kept.
+
+    The units of the parameter groups that it reads store it.
+    """
+    units: list[Unit] = list(dict.fromkeys(group.unit for group in groups))
+    of_models = {unit for model in {unit.model for unit in units} for unit in model.units}
+    earlier = [region.number for unit in of_models for region in unit.compiled_regions.values()]
+    region = CompiledRegion(max(earlier, default=-1) + 1, options.lower, options.planned_for)
+    key = tuple(map(id, groups))
+    for unit in units:
+        if torch.is_grad_enabled() or key not in unit.compiled_regions:  # evaluation does not replace training
+            unit.compiled_regions[key] = region
+    return region
+
+
+def regions_of(units: Iterable[Unit]) -> list[CompiledRegion]:
+    """Regions that read any of `units`, each once, in the order in which they were compiled."""
+    found = {region for unit in units for region in unit.compiled_regions.values() if region.steps}
+    return sorted(found, key=lambda region: region.number)

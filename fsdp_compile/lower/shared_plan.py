@@ -24,7 +24,6 @@ import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -55,21 +54,30 @@ Lines = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Compared:
-    """What ranks compare of one graph.
+    """What ranks compare of the graphs of a compile.
 
     Attributes:
-        read: What the program reads, in its order, if the graph is a forward.
-        inserted: Its collectives as the program reads: one for each parameter, before any plan.
-        planned: Its collectives as they will run: the alias of the process group, and the line of each.
+        read: What the program reads, in its order.
+        inserted: Their collectives as the program reads: one for each parameter, before any plan.
+        planned: Their collectives as they will run.
+        groups: The aliases of the process groups of these.
     """
 
     read: Lines
     inserted: Lines
-    planned: tuple[tuple[str, str], ...]
+    planned: Lines
+    groups: frozenset[str]
+
+    @classmethod
+    def of(cls, steps: Sequence[StepGraph], read: Lines, inserted: Mapping[Phase, Lines]) -> Compared:
+        """Describes transformed graphs, the forward first."""
+        starts = [node for step in steps for node in starts_of(step)]
+        # A pipeline that was told to stop early has inserted nothing, and has nothing to plan.
+        lines = (line for step in steps for line in inserted.get(step.phase, ()))
+        return cls(read, tuple(lines), tuple(map(line_of, starts)), frozenset(map(group_of, starts)))
 
 
-Graphs = Mapping[Phase, Compared]
-Follow = Callable[[Lines], Graphs]
+Follow = Callable[[Lines], Compared]
 """Transforms the graphs again, so that their collectives are some lines; nothing changes if it raises."""
 
 
@@ -103,38 +111,30 @@ class Settings:
         return cls(shared, own, options.prefetch == "auto" and not promises and not asks)
 
 
-def settle(graphs: Graphs, follow: Follow, settings: Settings) -> None:
-    """Makes the transformed graphs of a compile those that the other ranks run.
+def settle(graphs: Compared, follow: Follow, settings: Settings) -> None:
+    """Makes the graphs of a compile, transformed by this rank's own plan, those that the other ranks run.
 
-    Args:
-        graphs: By this rank's own plan.
-        follow: Called if the graphs have to follow another plan.
-        settings: Of the compile.
+    `follow` is called if they have to follow another plan.
 
     Raises:
         RankMismatchError: On every rank of a group, if two of them read otherwise, or one cannot follow.
         RefusedElsewhereError: If a rank has refused to compile as many graphs; all may try again.
         RankFailedError: If a rank does not compile as many graphs in time, or the store fails.
     """
-    places = _places(alias for graph in graphs.values() for alias, _ in graph.planned)
+    places = _places(graphs.groups)
     if not places:
         return
-    shown = _Shown(
-        settings.shared,
-        tuple(line for graph in graphs.values() for line in graph.read),
-        tuple(line for graph in graphs.values() for line in graph.inserted),
-        _planned(graphs),
-    )
+    shown = _Shown(settings.shared, graphs.read, graphs.inserted, graphs.planned)
     key = digest_of(json.dumps([settings.own, shown.needs]))
     known = places[0].plans.get(key, [])
     if _takes_known(known, shown.planned, follow if settings.can_follow else None):
         return
-    rounds = [_Round(place, place.rendezvous(), next(place.compiles)) for place in places]
+    rounds = [(place.rendezvous(), next(place.compiles)) for place in places]
     with telling_all():
         try:
             agreed = _exchange(rounds, shown, follow if settings.can_follow else None)
         except RefusedElsewhereError as error:
-            for _, room, number in rounds:
+            for room, number in rounds:
                 if room.name != error.heard_in:  # else all of its ranks hear of it
                     room.refuse(number, error)
             raise
@@ -157,32 +157,24 @@ def _takes_known(known: Sequence[Lines], mine: Lines, follow: Follow | None) -> 
     return False
 
 
-class _Round(NamedTuple):
-    """The number of a round of one group, and where its ranks meet."""
-
-    place: RankStore
-    room: Rendezvous
-    number: int
-
-
-def _exchange(rounds: Sequence[_Round], mine: _Shown, follow: Follow | None) -> Lines:
+def _exchange(rounds: Sequence[tuple[Rendezvous, int]], mine: _Shown, follow: Follow | None) -> Lines:
     """Takes the plan of the first rank of each group in turn, and waits until all ranks have done so."""
     shown = mine
-    for place, room, number in rounds:
+    for room, number in rounds:
         text = room.first(number, shown.digest, shown.text)
         if text is None:
             continue
         first = _Shown.of_text(text)
         if first.needs != shown.needs or follow is None:
-            raise _mismatch(place.ranks, first, place.rank, shown)
+            raise _mismatch(room.ranks, first, room.rank, shown)
         shown = dataclasses.replace(mine, planned=first.planned)
-        last = place
+        last = room
     if follow is not None and _numbered(shown.planned) != _numbered(mine.planned):
         with suppress(CannotFollowError):
-            mine = dataclasses.replace(mine, planned=_planned(follow(_numbered(shown.planned))))
+            mine = dataclasses.replace(mine, planned=follow(_numbered(shown.planned)).planned)
         if _numbered(shown.planned) != _numbered(mine.planned):
             raise _mismatch(last.ranks, shown, last.rank, mine)
-    for _, room, number in rounds:
+    for room, number in rounds:
         room.meet(number)
     return shown.planned
 
@@ -246,10 +238,6 @@ def _at(lines: Lines, number: int) -> str:
     return f"[{lines[number]}]" if number < len(lines) else "nothing more"
 
 
-def _planned(graphs: Graphs) -> Lines:
-    return tuple(line for graph in graphs.values() for _, line in graph.planned)
-
-
 def _numbered(lines: Lines) -> Lines:
     """The lines of each phase with numbers for names: layers that share a graph have the names of one of them."""
     return tuple(line for _, of_phase in itertools.groupby(lines, _phase) for line in numbered(list(of_phase)))
@@ -271,11 +259,6 @@ def _places(aliases: Iterable[str]) -> list[RankStore]:
         if (place := groups.rank_store(alias)) is not None:
             found.setdefault(place.ranks, place)
     return [place for ranks, place in found.items() if not any({*ranks} < {*other} for other in found)]
-
-
-def collectives_of(step: StepGraph) -> tuple[tuple[str, str], ...]:
-    """The collectives of a graph: the alias of the process group, and the line of each."""
-    return tuple((group_of(node), line_of(node)) for node in starts_of(step))
 
 
 def read_in(graph: fx.Graph) -> Lines:

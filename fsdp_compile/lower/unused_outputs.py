@@ -144,7 +144,11 @@ class UnusedOutputs:
         Returns:
             Offsets of parameters, by flat parameter.
         """
-        missing = self._fill(args)
+        undefined = [each for each in self.gradients if args[each.position] is None]
+        sizes = {expression: args[i] for expression, i in self.sizes} if undefined else {}
+        for each in undefined:
+            args[each.position] = each.zeros(sizes)
+        missing = {each.position for each in undefined}
         # By parameter, since ranks may return other outputs, or the same in another order.
         params: dict[tuple[str, ...], list[tuple[int, int]]] = {}
         for flat in sorted(ranks):
@@ -159,11 +163,3 @@ class UnusedOutputs:
                 if not is_used:
                     found[flat].add(offset)
         return found
-
-    def _fill(self, args: list[Any]) -> frozenset[int]:
-        """Puts zeros in the place of gradients that are undefined; returns their positions."""
-        missing = [each for each in self.gradients if args[each.position] is None]
-        sizes = {expression: args[i] for expression, i in self.sizes} if missing else {}
-        for each in missing:
-            args[each.position] = each.zeros(sizes)
-        return frozenset(each.position for each in missing)

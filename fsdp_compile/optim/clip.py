@@ -140,7 +140,7 @@ def _power(gradients: Sequence[torch.Tensor], p: float, device: torch.device) ->
     held = [g.abs() if g.is_complex() else g for g in gradients if g.numel()]
     for (_, dtype), same in by_device_and_dtype(held).items():
         wide = torch.promote_types(dtype, torch.float32)
-        norms = torch.stack(foreach_norm(same, p, wide))
+        norms = torch.stack(foreach_norm(same, p, dtype=wide))
         parts.append(torch.linalg.vector_norm(norms, p).to(device))
     joined = torch.stack([part.to(functools.reduce(torch.promote_types, {q.dtype for q in parts})) for part in parts])
     return joined.amax() if math.isinf(p) else joined.pow(p).sum()

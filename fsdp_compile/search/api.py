@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from fsdp_compile._torch.fully_shard import states_below
 from fsdp_compile.config.choices import check_world_size
 from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.cost.hardware import hardware as named_hardware
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.explain.stand_in import planning_world
 from fsdp_compile.fsdp2.module_class import user_class
-from fsdp_compile.fsdp2.take_over import sharded_root
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.search.choice import OPTIMIZERS, Ask, Configuration, Offload
 from fsdp_compile.search.fit import GIVEN, Advice, Fit
@@ -78,7 +78,7 @@ def plan(  # noqa: PLR0913
     share = 0.0 if _is_cpu(there) else RESERVE_SHARE
     reserve_bytes = memory_bytes * share if reserve_gb is None else _positive("reserve_gb", reserve_gb, 0.0) * 1e9
     ask = Ask(gpus, there, memory_bytes, reserve_bytes, tokens_per_step, tokens, _known(optimizer), _allowed(allow))
-    if not isinstance(model, nn.Module) or sharded_root(model) is not None:
+    if not isinstance(model, nn.Module) or states_below(model):
         raise ConfigError(
             "the model is sharded already" if isinstance(model, nn.Module) else f"{type(model).__name__} is no module",
             where="plan(model)",

@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
+from torch.nn.parameter import UninitializedParameter
 
 from fsdp_compile._torch.fully_shard_calls import has_call
 from fsdp_compile.comm.mesh import RESHARDS, mesh_of
 from fsdp_compile.config.policy import MixedPrecision, as_mixed_precision
-from fsdp_compile.errors import ConfigError
+from fsdp_compile.errors import ConfigError, UnsupportedModelError
 
 Device = torch.device | str | int
 InitFn = Callable[[nn.Module], object]
@@ -241,3 +242,31 @@ def check_device(mesh: DeviceMesh, device_id: Device | None) -> None:
             where="fully_shard(device_id=...)",
             instead=f"torch.{device.type}.set_device({wanted.index}) before: FSDP2 shards on the current device",
         )
+
+
+def is_whole(parameter: nn.Parameter) -> bool:
+    """Whether FSDP2 has no way to split a parameter: 0-d, empty, or of integers."""
+    return parameter.dim() == 0 or parameter.numel() == 0 or not parameter.is_floating_point()
+
+
+def refuse_params(named: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Raises an error for a parameter that can be neither sharded nor replicated.
+
+    Raises:
+        ConfigError: If it has no shape yet.
+        UnsupportedModelError: If it is complex.
+    """
+    for name, parameter in named:
+        if isinstance(parameter, UninitializedParameter):
+            raise ConfigError(
+                "a parameter of a lazy module has no shape yet",
+                where=name,
+                instead="call the plain model once on a batch, then shard it",
+            )
+        if parameter.is_complex():
+            raise UnsupportedModelError(
+                f"a parameter is complex, of {parameter.dtype}, and FSDP2 reduces real numbers",
+                where=name,
+                instead="a parameter of torch.view_as_real() of it, or list it in ignored_params, then it is neither "
+                "sharded nor averaged",
+            )

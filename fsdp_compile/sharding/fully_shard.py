@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, ShardingStrategy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
 
+from fsdp_compile._torch import fully_shard as fsdp2
 from fsdp_compile._torch import fully_shard_calls as private
+from fsdp_compile.comm import alike
 from fsdp_compile.comm.failures import tell_of_uncaught_errors
 from fsdp_compile.config.policy import AnyOffloadPolicy, AnyPrecisionPolicy, WrapPolicy, as_mixed_precision, as_offload
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2.buffers import cast_buffers, in_own_dtype
 from fsdp_compile.fsdp2.take_over import keep_inputs_in_eval
-from fsdp_compile.sharding import wrap
 from fsdp_compile.sharding.arguments import (
     Device,
     InitFn,
@@ -31,14 +34,21 @@ from fsdp_compile.sharding.arguments import (
     device_of,
     device_type_of,
     ignored_in,
+    is_whole,
+    refuse_params,
     roots_of,
 )
-from fsdp_compile.sharding.first_rank import FirstRank
 from fsdp_compile.sharding.materialize import materialize
-from fsdp_compile.sharding.params import is_whole, refuse_params
-from fsdp_compile.sharding.precision import torch_precision, with_excluded
 from fsdp_compile.sharding.replicated import Home, Place, ReplicatedParams
-from fsdp_compile.sharding.units import Unit, open_modules, plan_units
+from fsdp_compile.sharding.units import (
+    Unit,
+    automatic_units,
+    open_modules,
+    plan_units,
+    policy_units,
+    torch_precision,
+    with_excluded,
+)
 
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 
@@ -190,15 +200,15 @@ class _Call:
 
     def _chosen(self) -> dict[nn.Module, UnitPolicy]:
         if self.wrap_policy is not None:
-            chosen = wrap.policy_units(self._whole, self.wrap_policy, self._managed)
+            chosen = policy_units(self._whole, self.wrap_policy, self._managed)
             return {m: self.unit.overridden(changes) for m, changes in chosen.items()}
-        return dict.fromkeys(wrap.automatic_units(self._whole, self._managed) if self._is_split else (), self.policy)
+        return dict.fromkeys(automatic_units(self._whole, self._managed) if self._is_split else (), self.policy)
 
     def _later_dtypes(self, unit: Unit) -> list[list[nn.Parameter]]:
         """The trainable parameters of a unit of each dtype after the first: a group of FSDP2's has one."""
         trained = [p for p in unit.params() if p in self._managed and p.requires_grad]
         dtypes = list(dict.fromkeys(p.dtype for p in trained))[1:]
-        if dtypes and not private.has_group_lists():
+        if dtypes and not fsdp2.has_group_lists():
             late = next(p for p in trained if p.dtype == dtypes[0])
             raise ConfigError(
                 f"it is of {late.dtype}, and {self._managed[trained[0]]} of {trained[0].dtype}: this torch needs one "
@@ -221,7 +231,7 @@ class _Call:
 
     def _shard_units(self) -> None:
         inner = {buffer for module in self._below for buffer in module.buffers()}
-        values = FirstRank(self._named_values(inner), self._policy) if self.sync_module_states else None
+        values = _FirstRank(self._named_values(inner), self._policy) if self.sync_module_states else None
         _merge_splits(self._below)
         places = self._replicated_places()
         for unit in self._units:
@@ -231,7 +241,7 @@ class _Call:
         if values is not None:
             values.send(inner, self._policy)
         for module in self._below:
-            if (settings := private.settings_of(module)) is not None:
+            if (settings := private.kept_with(module, "settings")) is not None:
                 private.cast_inputs(module, casts=settings.cast_inputs_inside)
         self._replicate(places)
         for root in self.modules if self.separate_reduce_group else ():
@@ -248,15 +258,13 @@ class _Call:
     def _replicated_places(self) -> dict[Place, Home]:
         fn = self.placement
         # One that chooses no mesh may expect parameters that have dimensions.
-        chooses = fn is not None and any(
-            private.chosen_mesh(result) is not None for result in self._placements.values()
-        )
+        chooses = fn is not None and any(map(private.chosen_mesh, self._placements.values()))
 
         def home(unit: Unit, parameter: nn.Parameter) -> Home:
-            own, policy = private.chosen_mesh(fn(parameter)) if chooses and fn is not None else None, unit.policy
-            if own is not None:
-                policy = dataclasses.replace(policy, mesh=own.spmd_mesh or own.mesh, dp_mesh_dims=own.dp_mesh_dims)
-            return Home(unit.modules[0], policy.mesh, tuple(policy.mesh_dims()))
+            policy = unit.policy
+            if chooses and fn is not None and (own := private.chosen_mesh(fn(parameter))) is not None:
+                policy = dataclasses.replace(policy, mesh=own[0], dp_mesh_dims=own[1])
+            return Home(unit.modules[0], policy)
 
         return {
             (module, name): home(unit, parameter)
@@ -300,7 +308,7 @@ class _Call:
             casts_output_in_eval=not (is_whole_unit and precision.full_precision_in_eval),
             separate_reduce_group=self.separate_reduce_group,
         )
-        private.set_settings(unit.modules[0], settings)
+        private.keep_with(unit.modules[0], "settings", settings)
         if settings.full_precision_in_eval:
             keep_inputs_in_eval(unit.modules[0])
 
@@ -309,27 +317,68 @@ class _Call:
             parameter = module._parameters[name]
             assert parameter is not None
             if not parameter.is_meta:
-                parameter.data = parameter.detach().to(device_of(home.mesh))
-        inner = {part: note for part in self._below if (note := private.note_of(part)) is not None}
+                parameter.data = parameter.detach().to(device_of(home.policy.mesh))
+        inner = {part: its for part in self._below if (its := private.kept_with(part, "replicated")) is not None}
         if not places and not inner:
             return
         root = self.modules[0]
         own = ReplicatedParams(root, places)
-        for part, note in inner.items():
-            own.absorb(note)
-            private.set_note(part, None)
-        private.set_note(root, own)
+        for part, its in inner.items():
+            own.absorb(its)
+            private.keep_with(part, "replicated", None)
+        private.keep_with(root, "replicated", own)
+
+
+class _FirstRank:
+    """What the first rank of the mesh has values for (`sync_module_states`); all ranks make it together.
+
+    Raises:
+        RankMismatchError: On all ranks, if they have different models.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], policy: UnitPolicy) -> None:
+        groups, device = policy.groups(), device_of(policy.mesh)
+        alike.require(
+            {name: f"{t.dtype} {tuple(t.shape)}" for name, t in tensors.items()},
+            groups,
+            device,
+            what="models",
+            where="fully_shard(sync_module_states=True)",
+            instead="the same model on every rank; ranks other than the first may have it on meta",
+        )
+        valued = alike.of_first([name for name, tensor in tensors.items() if not tensor.is_meta], groups, device)
+        self._tensors = [tensors[name] for name in valued]
+
+    @torch.no_grad()
+    def send(self, wanted: Container[torch.Tensor], policy: UnitPolicy) -> None:
+        """Gives some tensors the first rank's values on all ranks of a mesh, and memory where they have none."""
+        device = device_of(policy.mesh)
+        sent = [tensor for tensor in self._tensors if tensor in wanted]
+        self._tensors = [tensor for tensor in self._tensors if tensor not in wanted]  # their memory ends with sharding
+        for tensor in sent:
+            if tensor.is_meta:
+                value: torch.Tensor = torch.empty_like(tensor, device=device)
+                if isinstance(tensor, nn.Parameter):
+                    value = nn.Parameter(value, requires_grad=tensor.requires_grad)
+                torch.utils.swap_tensors(tensor, value)
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            value = local.detach().to(device).contiguous()
+            for group in policy.groups():
+                dist.broadcast(value, group=group, group_src=0)
+            if value.data_ptr() != local.data_ptr():
+                local.detach().copy_(value)
+            torch.autograd.graph.increment_version(local)  # collectives do not
 
 
 def _merge_splits(below: list[nn.Module]) -> None:
     """Makes one unit of each earlier call that split its module: it was the first of a bottom-up series."""
     for module in reversed(below):  # inner ones first
-        settings = private.settings_of(module)
+        settings = private.kept_with(module, "settings")
         if settings is None or settings.is_split:
             continue
-        parts = [part for part in module.modules() if (s := private.settings_of(part)) is not None and s.is_split]
+        parts = [p for p in module.modules() if (s := private.kept_with(p, "settings")) is not None and s.is_split]
         if parts:
             private.merge_calls(module, parts)
-            if (note := private.note_of(module)) is not None:
-                note.move(parts, module)
+            if (replicated := private.kept_with(module, "replicated")) is not None:
+                replicated.move(parts, module)
             below[:] = [part for part in below if private.has_call(part)]

@@ -11,7 +11,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from fsdp_compile._torch.fully_shard_calls import is_offloaded, note_of, plain_class
+from fsdp_compile._torch.fully_shard import groups_below, offloads
+from fsdp_compile._torch.fully_shard_calls import kept_with, plain_class
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2.buffers import in_own_dtype
 from fsdp_compile.sharding.arguments import InitFn, device_of
@@ -43,29 +44,21 @@ def materialize(model: nn.Module, param_init_fn: InitFn | None = None) -> None:
             instead="fully_shard(model) first; a model that needs no sharding is materialized by "
             "model.to_empty(device=...) and its own initialization",
         )
-    with in_own_dtype(model):
-        _fill_in(model, param_init_fn)
-
-
-def _fill_in(model: nn.Module, param_init_fn: InitFn | None) -> None:
     names = {module: name for name, module in model.named_modules()}
-    waiting: dict[nn.Module, list[str]] = {}
-
-    def look(module: nn.Module) -> None:
-        if attributes := [name for name, tensor in _own(module).items() if tensor.is_meta]:
-            waiting[module] = attributes
-
-    model.apply(look)
-    for module in waiting if param_init_fn is None else ():
-        if not callable(getattr(module, "reset_parameters", None)):
-            raise ConfigError(
-                f"a {type(module).__name__} has parameters or buffers on meta, and no reset_parameters()",
-                where=names[module] or "(root)",
-                instead="fully_shard(param_init_fn=...), or materialize(model, param_init_fn)",
-            )
-    work = _Work(model, param_init_fn or operator.methodcaller("reset_parameters"))
-    for module, attributes in waiting.items():
-        work.initialize(module, attributes, names[module])
+    modules: list[nn.Module] = []
+    model.apply(modules.append)
+    with in_own_dtype(model):
+        waiting = {m: on_meta for m in modules if (on_meta := [n for n, t in _own(m).items() if t.is_meta])}
+        for module in waiting if param_init_fn is None else ():
+            if not callable(getattr(module, "reset_parameters", None)):
+                raise ConfigError(
+                    f"a {type(module).__name__} has parameters or buffers on meta, and no reset_parameters()",
+                    where=names[module] or "(root)",
+                    instead="fully_shard(param_init_fn=...), or materialize(model, param_init_fn)",
+                )
+        work = _Work(model, param_init_fn or operator.methodcaller("reset_parameters"))
+        for module, attributes in waiting.items():
+            work.initialize(module, attributes, names[module])
 
 
 def _own(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -97,15 +90,16 @@ class _Work:
         first = next(p for p in model.parameters() if isinstance(p, DTensor))
         self._mesh = first.device_mesh
         self._device = device_of(self._mesh)
-        self._sends_to_host = any(is_offloaded(module) for module in model.modules())
-        notes = [note_of(module) for module in model.modules()]
-        self._replicated = {p for note in notes if isinstance(note, ReplicatedParams) for p in note.params()}
+        self._sends_to_host = any(map(offloads, groups_below(model)))
+        kept: list[ReplicatedParams | None] = [kept_with(module, "replicated") for module in model.modules()]
+        self._replicated = {p for each in kept if each is not None for p in each.params()}
 
     @torch.no_grad()
     def initialize(self, module: nn.Module, attributes: Iterable[str], name: str) -> None:
         """Gives a module its own tensors in full, runs its initialization, and keeps this rank's part."""
-        old = {attribute: _own(module)[attribute] for attribute in attributes}
-        kept = {a: t for a, t in _own(module).items() if a not in old}
+        own = _own(module)
+        old = {attribute: own[attribute] for attribute in attributes}
+        kept = {attribute: tensor for attribute, tensor in own.items() if attribute not in old}
         for attribute, tensor in kept.items():  # an initialization may write to it, and `to_empty()` replace it
             value = tensor.detach()
             _put(module, attribute, _like(tensor, value.full_tensor() if isinstance(value, DTensor) else value.clone()))

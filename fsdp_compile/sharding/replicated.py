@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
@@ -19,34 +17,22 @@ from fsdp_compile._torch.autograd import after_this_backward, backward_in_progre
 from fsdp_compile._torch.fully_shard_calls import reduction_of
 from fsdp_compile.comm.dtensor_layouts import DTensorLayout
 from fsdp_compile.fsdp2.shards import local_of
+from fsdp_compile.sharding.arguments import UnitPolicy
 
 Place = tuple[nn.Module, str]
 """A module, and the name of a parameter in it: `to_empty()` and `load_state_dict()` may replace the parameter."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Home:
+class Home(NamedTuple):
     """Where the gradient of a replicated parameter is averaged.
 
     Attributes:
         unit: The module of the call that reduces the other gradients of its unit.
-        mesh: Of the other parameters, or what `shard_placement_fn` chose.
-        dims: The dimensions of `mesh` to average over, outermost first.
+        policy: Of the other parameters, with the mesh that `shard_placement_fn` chose, if any.
     """
 
     unit: nn.Module
-    mesh: DeviceMesh
-    dims: tuple[int, ...]
-
-    def groups(self) -> list[dist.ProcessGroup]:
-        """The groups whose ranks average, one after the other."""
-        return [self.mesh.get_group(dim) for dim in self.dims]
-
-    def layout(self, parameter: DTensor) -> DTensorLayout:
-        """How a DTensor is laid out, and over which dimensions of its mesh gradients are averaged."""
-        mesh = parameter.device_mesh
-        dims = frozenset(self.dims if mesh == self.mesh else ())
-        return DTensorLayout.of(mesh, parameter.placements, parameter.shape, dims)
+    policy: UnitPolicy
 
 
 class ReplicatedParams:
@@ -54,11 +40,8 @@ class ReplicatedParams:
 
     Gradients that autograd accumulates are averaged at the end of the backward, unless the unit of the parameter does
     not reduce its own (`set_requires_gradient_sync`, `set_requires_all_reduce`); then they wait for one in which it
-    does. As with FSDP2, ranks must agree on which parameters have gradients.
-
-    Args:
-        root: In front of whose forwards replaced parameters are found.
-        places: Of the parameters.
+    does. As with FSDP2, ranks must agree on which parameters have gradients. Parameters that were replaced are found
+    in front of forwards of `root`.
     """
 
     def __init__(self, root: nn.Module, places: dict[Place, Home]) -> None:
@@ -86,7 +69,7 @@ class ReplicatedParams:
         moved = set(parts)
         for place, home in self._places.items():
             if home.unit in moved:
-                self._places[place] = dataclasses.replace(home, unit=into)
+                self._places[place] = home._replace(unit=into)
 
     def refresh(self) -> None:
         """Follows parameters that were replaced since."""
@@ -99,7 +82,7 @@ class ReplicatedParams:
             parameter.requires_grad_()  # also of one that is frozen now: it may be trained later
             self._hooks[parameter] = [parameter.register_post_accumulate_grad_hook(self._note)]
             if isinstance(parameter, DTensor):
-                self._hooks[parameter].append(parameter.register_hook(_to_unreduced(home.layout(parameter))))
+                self._hooks[parameter].append(parameter.register_hook(_to_unreduced(parameter, home.policy)))
             parameter.requires_grad_(required)
 
     def _remove_hooks(self) -> None:
@@ -122,12 +105,12 @@ class ReplicatedParams:
         self._backward = -1
         messages: dict[tuple[Any, ...], list[torch.Tensor]] = {}
         for parameter, home in self.params().items():
-            reduction = reduction_of(home.unit)
-            if parameter not in self._waiting or (reduction is not None and not reduction.runs):
+            reduces, given = reduction_of(home.unit)
+            if parameter not in self._waiting or not reduces:
                 continue
             del self._waiting[parameter]
             if parameter.grad is not None:
-                groups, given = home.groups(), None if reduction is None else reduction.divide_by
+                groups = home.policy.groups()
                 divide_by = float(math.prod(group.size() for group in groups) if given is None else given)
                 messages.setdefault((parameter.grad.dtype, divide_by, *groups), []).append(local_of(parameter.grad))
         for (_, divide_by, *groups), gradients in messages.items():
@@ -139,6 +122,9 @@ class ReplicatedParams:
                 gradient.copy_(part.view_as(gradient))
 
 
-def _to_unreduced(layout: DTensorLayout) -> Callable[[torch.Tensor], torch.Tensor]:
+def _to_unreduced(parameter: DTensor, policy: UnitPolicy) -> Callable[[torch.Tensor], torch.Tensor]:
     """Makes gradients of a DTensor what others are until they are averaged: this rank's, laid out as the parameter."""
+    mesh = parameter.device_mesh
+    dims = frozenset(policy.mesh_dims() if mesh == policy.mesh else ())
+    layout = DTensorLayout.of(mesh, parameter.placements, parameter.shape, dims)
     return lambda gradient: layout.gathered(layout.local_gradient(gradient))  # type: ignore[arg-type]

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from fsdp_compile._torch.distributed import timeout_of
-from fsdp_compile.comm.world import World
+from fsdp_compile.comm.groups import World
 from fsdp_compile.errors import CheckpointError, ConfigError
 from fsdp_compile.formats.dcp import METADATA, NamingWriter, SafePlanner, SafeReader
 from fsdp_compile.formats.files import MARKER, FileDigest, check_contents

@@ -16,8 +16,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, r
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from fsdp_compile.comm.failures import end_by, end_quickly, explained
+from fsdp_compile.comm.groups import join_world
 from fsdp_compile.comm.placement import launcher_folder, restarts
-from fsdp_compile.comm.world import join_world
 from fsdp_compile.errors import RankFailedError
 from fsdp_compile.training.job import Job
 from fsdp_compile.training.trainer import train

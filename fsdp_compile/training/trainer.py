@@ -17,9 +17,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch.fully_shard import state_of
-from fsdp_compile.comm.groups import mesh_of_shape
+from fsdp_compile.comm.groups import World, mesh_of_shape
 from fsdp_compile.comm.placement import launcher_folder
-from fsdp_compile.comm.world import World
 from fsdp_compile.errors import ConfigError, FSDPCompileError, RankMismatchError
 from fsdp_compile.explain.step_profile import profile_step
 from fsdp_compile.sharding.fully_shard import fully_shard

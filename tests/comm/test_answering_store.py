@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from fsdp_compile.comm import failures
-from fsdp_compile.comm.answering_store import AnsweringStore, pauses
+from fsdp_compile.comm.failures import AnsweringStore, pauses
 from fsdp_compile.errors import RankFailedError
 from tests.fake_world import fake_world
 

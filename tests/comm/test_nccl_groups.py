@@ -16,8 +16,8 @@ from torch.distributed import distributed_c10d
 
 from fsdp_compile._torch.distributed import high_priority, new_group
 from fsdp_compile.comm import groups
+from fsdp_compile.comm.groups import join_world
 from fsdp_compile.comm.placement import DeviceKind
-from fsdp_compile.comm.world import join_world
 from tests.fake_world import fake_world
 
 TIMEOUT = timedelta(seconds=77)
@@ -60,7 +60,7 @@ def test_a_world_that_is_started_here_has_its_communicators_at_once(monkeypatch:
     with mock.patch.object(dist, "init_process_group") as started:
         groups.start_world("cuda")
         with (
-            mock.patch("fsdp_compile.comm.world.rendezvous", return_value=iter([(mock.Mock(), 11, 16)])),
+            mock.patch("fsdp_compile.comm.groups.torch_rendezvous", return_value=iter([(mock.Mock(), 11, 16)])),
             mock.patch.multiple(dist, get_rank=lambda: 11, get_world_size=lambda: 16, destroy_process_group=lambda: 0),
             join_world(DeviceKind.CUDA, 77.0),
         ):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from fsdp_compile import RankFailedError, RankMismatchError
 from fsdp_compile.comm import rendezvous
-from fsdp_compile.comm.answering_store import AnsweringStore
+from fsdp_compile.comm.failures import AnsweringStore
 from fsdp_compile.comm.rendezvous import Rendezvous, digest_of
 
 T = TypeVar("T")

@@ -27,9 +27,9 @@ def _timeouts(settings: dict[str, Any], mesh_shape: tuple[int, ...] | None) -> d
     compile_eagerly(model)(torch.ones(2, 8)).sum().backward()
     for place in groups.rank_stores():
         groups.comparing_group(place)  # as outputs that only some ranks use need it
-    used = {name: resolve_group(name) for name in groups.registry.aliases}
-    made = {purpose: made() for (purpose, _), made in groups.registry.made.items()}
-    waits = {str(place.ranks): place.timeout_s for place in groups.rank_stores()}
+    used = {name: resolve_group(name) for name in groups.aliases}
+    made = {purpose: made() for (purpose, _), made in groups.made_groups.items()}
+    waits = {str(place.ranks): groups.world_timeout().total_seconds() for place in groups.rank_stores()}
     assert all(group.group_desc == f"fsdp_compile: {purpose}" for purpose, group in made.items() if group is not None)
     every = {name: timeout_of(group) for name, group in (used | made).items() if group is not None}
     return waits | {name: each.total_seconds() for name, each in every.items()}

@@ -118,7 +118,8 @@ COMPILES: list[tuple[dict[str, Any], str]] = [
 
 def _form(model: nn.Module, **how: Any) -> str:
     compiled: Any = torch.compile(model, backend="fsdp", **how)
-    return str(choose_form(compiled))
+    blocks, why = choose_form(compiled)
+    return f"{'block by block' if blocks else 'as a whole'}: {why}"
 
 
 def _choices() -> None:

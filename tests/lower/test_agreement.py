@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_compile import RankMismatchError, fully_shard, units
 from fsdp_compile.comm.groups import rank_store
 from fsdp_compile.ir.calls import group_of, line_of, starts_of
-from fsdp_compile.lower.compiled_regions import regions_of
+from fsdp_compile.lower.region import regions_of
 from fsdp_compile.passes.follow_order import CannotFollowError, FollowOrder
 from tests import long
 from tests.models.kinds import Slim

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_compile._torch.inductor import cache_folder, compiled_graphs
+from benchmarks._torch import compiled_graphs
+from fsdp_compile._torch.inductor import cache_folder
 from fsdp_compile.comm.failures import tell
 from fsdp_compile.errors import RankFailedError
-from fsdp_compile.lower import cache_folder as folders
 from fsdp_compile.lower import once
-from fsdp_compile.lower.cache_folder import LEAST_BYTES, LOCKS, UnusableFolderError, check_folder
-from fsdp_compile.lower.once import compile_once
+from fsdp_compile.lower.once import LEAST_BYTES, LOCKS, UnusableFolderError, check_folder, compile_once
 from tests.models.kinds import Slim
 from tests.ranks import run_ranks
 from tests.two_sides import loss_of
@@ -37,7 +37,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of Inductor's files, which does not exist yet."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "disk" / "cache"))
     once._say.cache_clear()
-    folders._check_locks.cache_clear()
+    once._check_locks.cache_clear()
     return tmp_path / "disk" / "cache"
 
 
@@ -145,7 +145,7 @@ def test_an_error_of_the_first_one_is_its_own(folder: Path) -> None:
 def test_nobody_waits_longer_than_the_users_timeout(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(once, "world_timeout_s", lambda: 0.6)
+    monkeypatch.setattr(once, "world_timeout", lambda: timedelta(seconds=0.6))
     with _held_by_another_process(folder):
         for _ in range(2):
             assert compile_once(_GRAPH, lambda: "compiled") == "compiled"
@@ -226,8 +226,8 @@ def test_a_folder_that_cannot_be_written(
 def test_a_disk_that_is_nearly_full(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    usage = folders.shutil.disk_usage("/")
-    monkeypatch.setattr(folders.shutil, "disk_usage", lambda _: usage._replace(free=LEAST_BYTES - 1))
+    usage = once.shutil.disk_usage("/")
+    monkeypatch.setattr(once.shutil, "disk_usage", lambda _: usage._replace(free=LEAST_BYTES - 1))
     assert "No space left on device" in _compiles_elsewhere(folder, caplog)
 
 
@@ -247,14 +247,14 @@ def test_a_folder_in_which_others_may_write(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(folders, "_is_own_group", is_own_group)
+    monkeypatch.setattr(once, "_is_own_group", is_own_group)
     folder.mkdir(parents=True)
     folder.chmod(mode)
     assert "others may write" in _compiles_elsewhere(folder, caplog)
 
 
 def test_a_folder_in_which_the_users_own_group_may_write(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folders, "_is_own_group", _is_own)
+    monkeypatch.setattr(once, "_is_own_group", _is_own)
     folder.mkdir(parents=True)
     folder.chmod(0o770)
     check_folder(folder)
@@ -262,8 +262,8 @@ def test_a_folder_in_which_the_users_own_group_may_write(folder: Path, monkeypat
 
 @pytest.mark.skipif(os.getuid() != 0, reason="an entry of root is everywhere")
 def test_a_users_own_group_has_the_users_name() -> None:
-    assert folders._is_own_group(0)
-    assert not folders._is_own_group(54321)
+    assert once._is_own_group(0)
+    assert not once._is_own_group(54321)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="giving a folder away takes root")
@@ -277,7 +277,7 @@ def test_a_file_system_without_locks(folder: Path, monkeypatch: pytest.MonkeyPat
     def no_locks(*_args: object, **_kwargs: object) -> None:
         raise NotImplementedError("FileSystem does not appear to support flock")
 
-    monkeypatch.setattr(folders.FileLock, "acquire", no_locks)
+    monkeypatch.setattr(once.FileLock, "acquire", no_locks)
     with pytest.raises(UnusableFolderError, match="does not appear to support flock"):
         check_folder(folder)
 

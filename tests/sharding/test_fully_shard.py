@@ -21,6 +21,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from fsdp_compile._torch import fully_shard as states
 from fsdp_compile._torch import fully_shard_calls as private
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.sharding.fully_shard import fully_shard
@@ -184,7 +185,7 @@ def test_a_second_dtype_is_a_second_group() -> None:
 def test_a_second_dtype_needs_a_torch_with_lists_of_groups(
     fake_world: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(private, "has_group_lists", lambda: False)
+    monkeypatch.setattr(states, "has_group_lists", lambda: False)
     with fake_world(2), pytest.raises(ConfigError, match=r"needs one dtype[^$]*where: high.weight"):
         fully_shard(_TwoDtypes())
 
@@ -246,7 +247,7 @@ def test_reshard_after_forward_is_torchs(fake_world: Callable[..., Any], reshard
         for a, b in ((ours, theirs), (ours.blocks[0], theirs.blocks[0])):
             (own,), (other,) = (fsdp2.state(m)._fsdp_param_groups for m in (a, b))  # type: ignore[attr-defined]
             assert own.post_forward_mesh_info == other.post_forward_mesh_info
-            assert private.settings_of(a).auto_reshard is (reshard == "auto")
+            assert private.kept_with(a, "settings").auto_reshard is (reshard == "auto")
 
 
 def test_wrap_policies_choose_units_and_override(fake_world: Callable[..., Any]) -> None:

@@ -144,13 +144,13 @@ def test_what_fsdp2_has_no_place_for_is_kept_with_each_unit(fake_world: Callable
     )
     with fake_world(2):
         model: Any = fully_shard(_Normed(), mp_policy=policy, separate_reduce_group=True)
-        assert private.settings_of(model) == ShardingSettings(
+        assert private.kept_with(model, "settings") == ShardingSettings(
             gather_dtype=torch.int8,
             keep_low_precision_grads=True,
             full_precision_in_eval=True,
             separate_reduce_group=True,
         )
-        assert private.settings_of(model.bn) == ShardingSettings(
+        assert private.kept_with(model.bn, "settings") == ShardingSettings(
             full_precision_in_eval=True, casts_output_in_eval=False, separate_reduce_group=True
         )
-        assert private.settings_of(model.first) is None
+        assert private.kept_with(model.first, "settings") is None

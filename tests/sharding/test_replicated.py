@@ -184,6 +184,6 @@ def test_after_a_backward_that_failed() -> None:
 @on_ranks()
 def test_the_call_knows_them() -> None:
     model = fully_shard(_scaled())
-    note = private.note_of(model)
+    note = private.kept_with(model, "replicated")
     assert list(note.params()) == [model.scale, model.empty, model.count]
-    assert private.note_of(model.blocks[0]) is None
+    assert private.kept_with(model.blocks[0], "replicated") is None

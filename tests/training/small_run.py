@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import fully_shard
-from fsdp_compile.comm.world import World
+from fsdp_compile.comm.groups import World
 from fsdp_compile.training.checkpoint import SaveMode, Saves, load_checkpoint
 from fsdp_compile.training.checkpoint_folder import CheckpointFolder
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import fully_shard
-from fsdp_compile.comm.world import World
+from fsdp_compile.comm.groups import World
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.training.metrics import (
     Board,

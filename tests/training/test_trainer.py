@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch.distributed import timeout_of
+from fsdp_compile.comm.groups import World
 from fsdp_compile.comm.placement import DeviceKind
-from fsdp_compile.comm.world import World
 from fsdp_compile.errors import ConfigError, FSDPCompileError, RankMismatchError
 from fsdp_compile.training.config import TrainConfig
 from fsdp_compile.training.data import read_corpus

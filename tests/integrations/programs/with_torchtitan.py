@@ -72,10 +72,9 @@ def main(how: str, dtype: Any) -> None:
         ac_config=None,
         dump_folder="",
     )
-    if how != "fsdp":
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale in a reduction
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale in a reduction
     model.to_empty(device="cpu")
     torch.manual_seed(0)
     with torch.no_grad():

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_compile import MixedPrecision, fully_shard, no_sync, register_comm_hook, units
 from fsdp_compile.fsdp2.unit import Unit
 from fsdp_compile.ir.graph import Role
-from fsdp_compile.lower.compiled_regions import regions_of
+from fsdp_compile.lower.region import regions_of
 from tests import long
 from tests.models.kinds import Slim, Stack
 from tests.numerics.one_process.measure import batches, gradient_difference

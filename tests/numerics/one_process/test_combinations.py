@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile import MixedPrecision, fully_shard, no_sync, register_comm_hook, units
 from fsdp_compile.ir.graph import Role
-from fsdp_compile.lower.compiled_regions import regions_of
+from fsdp_compile.lower.region import regions_of
 from tests import long
 from tests.numerics.one_process.strategies import STRATEGIES
 from tests.ops.test_quantize import INT8, as_sent

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -213,7 +213,7 @@ def test_a_graph_that_computes_nothing_needs_no_plan() -> None:
 
 
 def test_a_refused_forward_is_announced_to_no_rank() -> None:
-    announced: list[Mapping[Phase, object]] = []
+    announced: list[object] = []
     error = BudgetTooSmallError("too little", where="here", instead="more")
 
     def refuse(step: StepGraph) -> StepGraph:
@@ -221,15 +221,19 @@ def test_a_refused_forward_is_announced_to_no_rank() -> None:
             raise error
         return step
 
-    halves = [Sketch(phase) for phase in (Phase.FORWARD, Phase.BACKWARD)]
     region = Region({}, refuse, settle=lambda graphs, _follow: announced.append(graphs))
+
+    def transform() -> None:
+        halves = [s.done(s.input("x", 4)) for s in map(Sketch, Phase)]
+        with region._transforming(halves[0].gm):
+            region.steps = region._both(halves)
+
     with pytest.raises(BudgetTooSmallError):
-        region._both([s.done(s.input("x", 4)) for s in halves])
+        transform()
     assert announced == []
     region.transform = lambda step: step
-    region.steps = region._both([s.done(s.input("x", 4)) for s in map(Sketch, Phase)])
-    region._settle_now()
-    assert list(announced[0]) == [step.phase for step in region.steps] == list(Phase)
+    transform()
+    assert [step.phase for step in region.steps] == list(Phase)
     assert len(announced) == 1
 
 
