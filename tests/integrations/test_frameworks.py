@@ -132,10 +132,11 @@ def test_lightning_trainer(tmp_path: Path, precision: str) -> None:
 )
 def test_timm(tmp_path: Path, model: str, optimizer: str, clip_mode: str) -> None:
     pytest.importorskip("timm")
-    expected = _run("with_timm", tmp_path, "ddp", model, optimizer, clip_mode, str(tmp_path))
+    expected = _run("with_timm", tmp_path, "fsdp2", model, optimizer, clip_mode, str(tmp_path))
     assert sum("loss" in entry for entry in expected) == 4
     assert sum("averaged" in entry for entry in expected) == 1
-    _same(_run("with_timm", tmp_path, "fsdp", model, optimizer, clip_mode, str(tmp_path)), expected)
+    # Not DDP: an optimizer's kernel may round the last elements of a shard otherwise, which batch norm of two rows amplifies.
+    assert _run("with_timm", tmp_path, "fsdp", model, optimizer, clip_mode, str(tmp_path)) == expected
 
 
 def test_distributed_config(tmp_path: Path) -> None:

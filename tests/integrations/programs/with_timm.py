@@ -1,4 +1,4 @@
-"""timm's training loop: models, tasks, optimizers, schedules, moving averages; by DDP, or sharded by this package."""
+"""timm's training loop: models, tasks, optimizers, schedules, moving averages; compiled, or in eager code."""
 
 from __future__ import annotations
 
@@ -57,13 +57,11 @@ def main(how: str, name: str, optimizer_name: str, clip_mode: str, folder: str) 
     model = timm.create_model(name, num_classes=10, drop_path_rate=0.0, **MODELS[name])
     task = ClassificationTask(model, criterion_kwargs={"smoothing": 0.1}, verbose=False)
     averaged = task.setup_ema(decay=0.9, use_warmup=True)
+    averaged.foreach = False  # torch takes no list of DTensors and tensors, parameters and buffers
+    fsdp_compile.fully_shard(model)
+    fsdp_compile.fully_shard(averaged.module)
     if how == "fsdp":
-        averaged.foreach = False  # torch takes no list of DTensors and tensors, parameters and buffers
-        fsdp_compile.fully_shard(model)
-        fsdp_compile.fully_shard(averaged.module)
         task.compile(backend="fsdp", options={"lower": "eager"})
-    else:
-        task.prepare_distributed(broadcast_buffers=False)
     optimizer = create_optimizer_v2(model, opt=optimizer_name, lr=1e-2, weight_decay=0.05, momentum=0.9, eps=1e-3)
     schedule, _ = create_scheduler_v2(
         optimizer, sched="cosine", num_epochs=4, warmup_epochs=2, step_on_epochs=False, updates_per_epoch=2
@@ -89,7 +87,7 @@ def main(how: str, name: str, optimizer_name: str, clip_mode: str, folder: str) 
         found.append({"loss": mean.item(), "lr": optimizer.param_groups[0]["lr"]})
         schedule.step_update(num_updates=update)
     images, labels = torch.randn(4, 3, 32, 32, generator=generator), torch.randint(0, 10, (4,), generator=generator)
-    assert isinstance(next(model.parameters()), DTensor) == (how == "fsdp")
+    assert isinstance(next(model.parameters()), DTensor)
     both = task.get_trainable_module(), averaged
     for each in both:
         distribute_bn(each, dist.get_world_size(), reduce=True)
