@@ -135,7 +135,7 @@ def test_timm(tmp_path: Path, model: str, optimizer: str, clip_mode: str) -> Non
     expected = _run("with_timm", tmp_path, "fsdp2", model, optimizer, clip_mode, str(tmp_path))
     assert sum("loss" in entry for entry in expected) == 4
     assert sum("averaged" in entry for entry in expected) == 1
-    # Not DDP: an optimizer's kernel may round the last elements of a shard otherwise, which batch norm of two rows amplifies.
+    # Not DDP: optimizers round the last elements of a tensor in other ways, and batch norm of two rows amplifies it.
     assert _run("with_timm", tmp_path, "fsdp", model, optimizer, clip_mode, str(tmp_path)) == expected
 
 
