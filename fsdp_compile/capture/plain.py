@@ -68,6 +68,8 @@ def watch(backend: Callable[..., Any]) -> None:
 def _begin(compiled: dynamo.OptimizedModule) -> None:
     """Shards a model that is about to be called first, and chooses the form in which it is compiled."""
     module = compiled._orig_mod
+    if module in waiting:  # several compiles of a model may wait, and this one is called first
+        waiting[module] = dynamo.given_backend(compiled.dynamo_ctx).options
     shard_now(module)
     take_over_all(module)  # before Dynamo looks for a graph: one of another model may fit its classes
     blocks, why = choose_form(compiled)

@@ -147,10 +147,12 @@ def test_the_first_call_is_cast_as_later_ones() -> None:
 def test_options_for_sharding_are_used_or_refused() -> None:
     pair = pair_of()
     wrap = ModuleWrapPolicy({Block})
+    not_called = one_line(pair.model)
     pair.call = one_line(pair.model, reshard_after_forward=False)
     pair.train(steps=1)
     pair.call = one_line(pair.model, reshard_after_forward=False)
     pair.train(steps=1)
+    not_called(torch.randn(2, 6)).sum().backward()
     with pytest.raises(BackendCompilerFailed, match="'auto_wrap_policy' says how to shard"):
         one_line(pair.model, auto_wrap_policy=wrap)(torch.randn(2, 6))
     before = Model()
