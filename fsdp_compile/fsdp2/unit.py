@@ -32,6 +32,7 @@ from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.fsdp2.module_class import deferred_units, refresh_reads, set_flat
 from fsdp_compile.fsdp2.param_group import ParamGroup
 from fsdp_compile.fsdp2.pipeline import Pipeline
+from fsdp_compile.layout.spec import GradPlacement
 
 
 class Gatherer(enum.Enum):
@@ -451,11 +452,12 @@ class Unit:
             if not fsdp2.reduces(of_torch):
                 continue
             # What came since the forward: schedules of pipelines call this alone. FSDP2 also asks a unit that its hooks
-            # gathered once, before the model was taken over, and whose gradients are all here.
-            if any(map(torch_params.has_unreduced_grad, fsdp2.params_of(of_torch))):
-                group.pending.give_to_torch()
-            else:
+            # gathered once, before the model was taken over, and whose partial sums are all here.
+            is_partial = bool(group.pending.offsets(GradPlacement.REDUCE_SCATTERED)) and not self.only_hooks
+            if is_partial and not any(map(torch_params.has_unreduced_grad, fsdp2.params_of(of_torch))):
                 group.pending.reduce_rest()
+            else:
+                group.pending.give_to_torch()
         run()
         if backward_in_progress() != -1:
             # Nothing else does, where only some modules of the unit were called, around or after a graph.
