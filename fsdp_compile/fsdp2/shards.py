@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_compile._torch import fully_shard as fsdp2
 from fsdp_compile._torch.autograd import backward_in_progress
+from fsdp_compile._torch.dynamo import OptimizedModule
 from fsdp_compile._torch.fully_shard_calls import forward_in_progress
 from fsdp_compile._torch.fully_shard_params import TorchParam, refs_of, sharded_param
 from fsdp_compile._torch.tensors import local_tensor, make_dtensor, memory_id
@@ -29,7 +30,7 @@ _NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
 
 def unwrap(model: nn.Module) -> nn.Module:
     """The module that was compiled, or `model` itself."""
-    return getattr(model, "_orig_mod", model)
+    return model._orig_mod if isinstance(model, OptimizedModule) else model
 
 
 def plain_name(name: str) -> str:

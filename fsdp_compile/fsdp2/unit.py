@@ -97,7 +97,10 @@ class Model:
         self._ends_with.discard(task)
         for group in self.groups:  # in the order that all ranks have
             if group in self._pending:
-                group.pending.reduce_rest()
+                if group.unit.only_hooks and group.pending:
+                    group.of_torch.post_backward()  # the user's hook may reduce them
+                else:
+                    group.pending.reduce_rest()
                 if not group.pending:
                     self._pending.discard(group)
             if group.ends_backward:

@@ -19,9 +19,9 @@ from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2.comm_hook import register_comm_hook
 from fsdp_compile.fsdp2.take_over import model_of
 from tests import long
-from tests.fsdp2.mlp import batch, only_hooks, pair_of, shard, sharded
+from tests.fsdp2.mlp import Mlp, batch, only_hooks, pair_of, shard, sharded
 from tests.ranks import on_ranks, run_ranks
-from tests.two_sides import BITS, Within, compile_eagerly
+from tests.two_sides import BITS, WithFsdp2, Within, compile_eagerly
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -257,6 +257,36 @@ def test_a_hook_is_set_after_compiled_steps() -> None:
     pair.train()
     pair.change(lambda model: model.layers[1].set_all_reduce_hook(functools.partial(_hook, calls=[])))
     pair.train()
+
+
+class _Leaves(Mlp):
+    """A model that leaves its first layer out if it is told to."""
+
+    leaves_out = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = self.layers  # a graph break in a loop would leave all units to hooks
+        if not self.leaves_out:
+            x = torch.tanh(first(x))
+        return self.head(torch.tanh(second(x)))
+
+
+@long.parametrize("name", ["scatter", "hook"], always=["hook"])
+@on_ranks()
+def test_gradients_of_a_microbatch_go_by_them_where_the_last_one_leaves_the_unit_out(name: str) -> None:
+    pair = WithFsdp2(_Leaves, shard, batch, lambda call, x: call(x).square().sum())
+    pair.compiled(fullgraph=False, reduce_layout="fsdp2")
+    calls: dict[Any, list[str]] = {model: [] for model in pair}
+
+    def before(model: Any, number: int) -> None:
+        model.leaves_out = number == 1
+        model.set_requires_gradient_sync(number == 1)
+
+    for model in pair:
+        SETTINGS[name](model.layers[0], calls[model])
+    pair.train(pair.call, pair.call, before=before)
+    mine, theirs = calls.values()
+    assert mine == theirs == [name] * 2
 
 
 @on_ranks()
