@@ -17,6 +17,7 @@ ABOUT = "Say whether a model fits, which configuration is the fastest, and what 
 
 _DEVICE: Final = "h100-sxm"
 _LINK: Final = "ib-400"
+_ALLOWED: Final = "cpu_offload: shards in host memory; int8_gathers: large parameters gathered in 8 bits"
 _COUNTS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
@@ -42,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hardware", type=Path, metavar="FILE", help="written by fsdp-compile calibrate, instead")
     parser.add_argument("--optimizer", default="adamw", metavar="NAME", help="whose state counts (default: adamw)")
     parser.add_argument("--param-dtype", choices=DTYPES, default="bfloat16", help="gathered (default: bfloat16)")
-    parser.add_argument("--allow", nargs="+", default=[], metavar="WHAT", help="cpu_offload: shards in host memory")
+    parser.add_argument("--allow", nargs="+", default=[], metavar="WHAT", help=_ALLOWED)
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write the page of explain for the first one")
     parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
 

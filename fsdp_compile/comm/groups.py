@@ -103,8 +103,8 @@ def _forget_gone_worlds() -> None:
 def alias_of(group: dist.ProcessGroup, role: GroupRole) -> str:
     """The rank-independent name of `group`; names are numbered in the order of first use, alike on every rank.
 
-    All ranks of the group must call this together: for gloo, and for a "reduce" group, a second group of the same ranks
-    is made.
+    All ranks of the group must call this together: for gloo, and for "reduce" and "post_forward" groups, another group
+    of the same ranks is made.
     """
     _forget_gone_worlds()
     are_processes = group.size() > 1 and _has_processes(group)
@@ -132,8 +132,9 @@ def _used(group: dist.ProcessGroup, role: GroupRole) -> dist.ProcessGroup:
     # A world that was started without naming a backend says "undefined".
     if dist.get_backend(group) == "gloo" or str(dist.get_backend_config(group)) == "cpu:gloo":
         return _made_once(f"{role} on gloo", ranks, timeout, private.serial_gloo_group)
-    # Collectives of one group wait for each other, so all-gathers would wait for reductions.
-    return group if role != "reduce" else _made_once(role, ranks, timeout, private.new_group)
+    # Collectives of one group wait for each other, so all-gathers would wait for reductions. FSDP2 makes a group of
+    # post-forward shards for each call of `fully_shard`: in one group, gathers of several units do not share the link.
+    return _made_once(role, ranks, timeout, private.new_group) if role in ("reduce", "post_forward") else group
 
 
 def world_timeout() -> timedelta:

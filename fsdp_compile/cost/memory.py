@@ -40,6 +40,7 @@ _HOLDERS = {
     Role.GATHER: Holder.UNSHARDED,
     Role.COPY_OUT: Holder.UNSHARDED,
     Role.FULL: Holder.UNSHARDED,
+    Role.POST_FORWARD_SHARD: Holder.UNSHARDED,
     Role.GRADIENT: Holder.GRADIENT,
     Role.REDUCE: Holder.SHARD_GRADIENT,
     Role.REPLICATE: Holder.SHARD_GRADIENT,

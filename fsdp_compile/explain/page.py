@@ -33,13 +33,13 @@ def to_plain(value: Any) -> Any:
     return value.value if isinstance(value, enum.Enum) else value
 
 
-def page(plan: Plan) -> str:
-    """The text of the page."""
+def page(plan: Plan, verdict: str = "") -> str:
+    """The text of the page, with a verdict of the caller's on top, or that of the plan alone."""
     parts = {
         "TITLE": html.escape(f"{plan.title} on {plan.world_size} ranks"),
         "STYLE": _asset("page.css"),
         "SCRIPT": _asset("page.js"),
-        "DATA": json.dumps(page_data(plan), separators=(",", ":")).replace("<", "\\u003c"),
+        "DATA": json.dumps(page_data(plan, verdict), separators=(",", ":")).replace("<", "\\u003c"),
     }
     text = _asset("page.html")
     for name, value in parts.items():
@@ -51,7 +51,7 @@ def _asset(name: str) -> str:
     return resources.files("fsdp_compile.explain").joinpath("assets", name).read_text(encoding="utf-8")
 
 
-def page_data(plan: Plan) -> dict[str, Any]:
+def page_data(plan: Plan, verdict: str = "") -> dict[str, Any]:
     """What the script draws: the report, with one clock for all graphs and thinned memory curves, and tables."""
     data = to_plain(plan)
     offset = 0.0
@@ -62,7 +62,7 @@ def page_data(plan: Plan) -> dict[str, Any]:
         offset += graph.end_us
     used = {holder for graph in plan.graphs for holder in graph.memory.live_bytes}
     data["holders"] = [holder.value for holder in Holder if holder in used]
-    data["verdict"] = tables.verdict(plan)
+    data["verdict"] = verdict or tables.verdict(plan)
     data["summary"] = list(tables.summary(plan))
     shown = (tables.units, tables.lanes, tables.copied, tables.skipped, tables.numbers)
     data["tables"] = [to_plain(table(plan)) for table in shown]

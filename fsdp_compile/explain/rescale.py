@@ -29,10 +29,11 @@ from fsdp_compile.ir.graph import KEY, Role, StepGraph, require, role_of
 from fsdp_compile.ir.queries import GRADIENTS_OF_READS, TEXT_POSITION, read_text
 from fsdp_compile.layout import flat_layout
 from fsdp_compile.layout.spec import Reshard, UnshardSpec
+from fsdp_compile.layout.wire_formats import FORMATS
 from fsdp_compile.ops.embedding import LOOK_UP
 from fsdp_compile.ops.unshard import UNSHARD
 from fsdp_compile.options import FSDPOptions
-from fsdp_compile.partition.auto_reshard import keep_all
+from fsdp_compile.partition.auto_reshard import keep_all, keep_parts
 from fsdp_compile.partition.cast_before_gather import casts_of
 from fsdp_compile.pipeline import keep, transform
 
@@ -53,20 +54,26 @@ class Sharding:
         reshard: When gathered parameters are freed; `None` for as they were traced, and for a choice, graphs must have
             been traced with `Reshard.AUTO`.
         compute: Type of the device that computes, if shards are in host memory; else empty.
+        post_forward: Ranks that together keep each gathered parameter for backward; 1 if none do.
+        gather_format: Name of the format in which large parameters are gathered; empty for their dtype.
     """
 
     ranks: int
     replicas: int = 1
     reshard: Reshard | None = None
     compute: str = ""
+    post_forward: int = 1
+    gather_format: str = ""
 
-    def of(self, spec: UnshardSpec, offset: int, extent: int) -> UnshardSpec:
+    def of(self, spec: UnshardSpec, offset: int, extent: int, stored: torch.dtype) -> UnshardSpec:
         """A read of a parameter under this sharding."""
-        copies: dict[str, Any] = {
-            "replicas": self.replicas,
-            "replicate_group": "fsdp.replicate.0",
-            "replicate_stride": self.ranks,
-        }
+        more: dict[str, Any] = {}
+        if self.replicas > 1:
+            more |= {"replicas": self.replicas, "replicate_group": "fsdp.replicate.0", "replicate_stride": self.ranks}
+        if self.post_forward > 1:
+            more |= {"post_forward_size": self.post_forward, "post_forward_group": "fsdp.post_forward.0"}
+        if self.gather_format and flat_layout.is_large(spec.shape, spec.dim, self.ranks, stored):
+            more["gather_format"] = self.gather_format
         # Parameters are kept by an edit of both graphs, which are traced as if that were open.
         freed = self.reshard is Reshard.AFTER_FORWARD
         return dataclasses.replace(
@@ -76,7 +83,7 @@ class Sharding:
             size=self.ranks,
             reshard=Reshard.AFTER_FORWARD if freed else spec.reshard,
             compute=self.compute or spec.compute,
-            **(copies if self.replicas > 1 else {}),
+            **more,
         )
 
 
@@ -155,11 +162,13 @@ class Traced:
         # A fixed schedule refuses an option that it does not use.
         for_graphs = planned_for if options.prefetch == "auto" else None
         options = dataclasses.replace(options, artifacts=None, hardware=for_graphs)
-        keeps_all = sharding is not None and sharding.reshard is Reshard.AFTER_BACKWARD
         made = []
         for steps, region in zip(regions, self.regions, strict=True):
-            if keeps_all and len(steps) > 1:
-                keep_all(*steps)
+            if sharding is not None and len(steps) > 1:
+                if sharding.reshard is Reshard.AFTER_BACKWARD:
+                    keep_all(*steps)
+                if sharding.post_forward > 1:
+                    keep_parts(*steps)
             made.append(_transformed(steps, options, region.whole))
         return made, units
 
@@ -271,10 +280,15 @@ def _laid_out(
     first = specs[names[0]]
     shapes = [flat_layout.ParameterShape(name, specs[name].shape, specs[name].dim) for name in names]
     planned = flat_layout.plan_layout(
-        shapes, size=sharding.ranks, stored=stored, sent=first.param_dtype, reduced=first.reduce_dtype
+        shapes,
+        size=sharding.ranks,
+        stored=stored,
+        sent=first.param_dtype,
+        reduced=first.reduce_dtype,
+        per_byte=FORMATS[sharding.gather_format].per_byte if sharding.gather_format else 0,
     )
     return {
-        names[place.index]: sharding.of(specs[names[place.index]], place.offset, place.extent)
+        names[place.index]: sharding.of(specs[names[place.index]], place.offset, place.extent, stored)
         for place in planned.slots
     }
 

@@ -27,7 +27,9 @@ from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.ir.graph import KEY, Phase, Record, Role, StepGraph, require
 from fsdp_compile.ir.queries import read_text, unsharded_value
 from fsdp_compile.layout.spec import Reshard, parse
+from fsdp_compile.ops.post_forward import SHARD_POST_FORWARD, UNSHARD_POST_FORWARD
 from fsdp_compile.ops.unshard import UNSHARD
+from fsdp_compile.partition.partition import shard_post_forward
 from fsdp_compile.planner.from_graph import accumulated_bytes, outline
 from fsdp_compile.planner.list_schedule import place
 from fsdp_compile.planner.problem import Problem, Saved
@@ -189,11 +191,32 @@ def keep_unsharded(
 
 def keep_all(forward: StepGraph, backward: StepGraph) -> None:
     """Saves from forward to backward every parameter that both read, as `Reshard.AFTER_BACKWARD` does; edits both."""
-    names = [node.name for node in forward.nodes(Role.FLAT)]
-    there = {node.name for node in backward.nodes(Role.FLAT)}
-    for name in names:
-        if name in there and _reads(backward, name) and _forward_reads_all(forward, backward, name):
+    for name in [node.name for node in forward.nodes(Role.FLAT)]:
+        if _reads(backward, name) and _forward_reads_all(forward, backward, name):
             _keep(forward, backward, name)
+    for step in (forward, backward):
+        step.graph.lint()
+        step.gm.recompile()
+
+
+def keep_parts(forward: StepGraph, backward: StepGraph) -> None:
+    """Saves each rank's part of every parameter that both read, as `shard_post_forward` leaves it; edits both.
+
+    Backward: %w = fsdp_compile.unshard(%flat, spec)   ->   %w = fsdp_compile.unshard_post_forward(%part, spec)
+    """
+    shard_post_forward(forward.graph)
+    for part in forward.graph.find_nodes(op="call_function", target=SHARD_POST_FORWARD):
+        flat, text = part.args[0].args[0].name, read_text(part)
+        reads = [read for read in _reads(backward, flat) if read_text(read) == text]
+        if reads:
+            _save(forward, part)
+            saved = _input_for(backward, part, require(part))
+            with backward.graph.inserting_before(reads[0]):
+                again = backward.graph.call_function(UNSHARD_POST_FORWARD, (saved, text))
+            again.meta.update(reads[0].meta)
+            for read in reads:
+                read.replace_all_uses_with(again)
+                backward.graph.erase_node(read)
     for step in (forward, backward):
         step.graph.lint()
         step.gm.recompile()
@@ -223,8 +246,9 @@ def _input(step: StepGraph, name: str) -> fx.Node:
 
 
 def _reads(step: StepGraph, flat: str) -> list[fx.Node]:
-    """Reads of a flat parameter in graph order."""
-    return [node for node in _input(step, flat).users if node.target is UNSHARD and unsharded_value(node) is None]
+    """Reads of a flat parameter in graph order; none where the graph does not take it."""
+    found = [user for node in step.nodes(Role.FLAT) if node.name == flat for user in node.users]
+    return [node for node in found if node.target is UNSHARD and unsharded_value(node) is None]
 
 
 def _keep(forward: StepGraph, backward: StepGraph, flat: str) -> None:
@@ -253,12 +277,18 @@ def _save(forward: StepGraph, value: fx.Node) -> None:
     output.meta["desc"] = [*notes[:place], *numbered]
 
 
-def _take(backward: StepGraph, reads: Iterable[fx.Node], value: fx.Node, record: Record) -> None:
-    """Makes a value that forward saves first the first tensor among the inputs, instead of some reads."""
+def _input_for(backward: StepGraph, value: fx.Node, record: Record) -> fx.Node:
+    """The first tensor among the inputs: a value that forward saves first."""
     first = next(n for n in backward.graph.find_nodes(op="placeholder") if isinstance(n.meta["val"], torch.Tensor))
     with backward.graph.inserting_before(first):
         saved = backward.graph.placeholder(value.name)
     saved.meta.update({**value.meta, KEY: record})
+    return saved
+
+
+def _take(backward: StepGraph, reads: Iterable[fx.Node], value: fx.Node, record: Record) -> None:
+    """Makes a value that forward saves first the first tensor among the inputs, instead of some reads."""
+    saved = _input_for(backward, value, record)
     for read in reads:
         saved.meta.update({**read.meta, KEY: record})
         read.replace_all_uses_with(saved)

@@ -18,7 +18,7 @@ from fsdp_compile.errors import ConfigError
 from fsdp_compile.explain.stand_in import planning_world
 from fsdp_compile.fsdp2.module_class import user_class
 from fsdp_compile.options import FSDPOptions
-from fsdp_compile.search.choice import OPTIMIZERS, Ask, Configuration, Offload
+from fsdp_compile.search.choice import OPTIMIZERS, Allowed, Ask, Configuration
 from fsdp_compile.search.fit import GIVEN, Advice, Fit
 from fsdp_compile.search.search import Found, Program, Search, samples_of
 
@@ -57,7 +57,8 @@ def plan(  # noqa: PLR0913
         memory_gb: Of one device, in 1e9 byte; by default that of the hardware.
         reserve_gb: Of that, what is left free for what no estimate sees; by default 8 %, on a CPU nothing.
         optimizer: One of "adamw", "adam", "adagrad", "sgd", "sgd-momentum", whose state counts.
-        allow: "cpu_offload" to search configurations that keep shards and optimizer state in host memory, too.
+        allow: What is searched, too: "cpu_offload" (shards and optimizer state in host memory) and "int8_gathers"
+            (large parameters are gathered in 8 bits, which changes numbers).
         options: As for `explain`, such as `mp_policy`; without those that the search chooses.
         **kwargs: Keyword arguments of its forward.
 
@@ -77,7 +78,8 @@ def plan(  # noqa: PLR0913
     memory_bytes = _positive("memory_gb", memory_gb, there.device.memory.value / 1e9) * 1e9
     share = 0.0 if _is_cpu(there) else RESERVE_SHARE
     reserve_bytes = memory_bytes * share if reserve_gb is None else _positive("reserve_gb", reserve_gb, 0.0) * 1e9
-    ask = Ask(gpus, there, memory_bytes, reserve_bytes, tokens_per_step, tokens, _known(optimizer), _allowed(allow))
+    allowed = _allowed(allow, there)
+    ask = Ask(gpus, there, memory_bytes, reserve_bytes, tokens_per_step, tokens, _known(optimizer), allowed)
     if not isinstance(model, nn.Module) or states_below(model):
         raise ConfigError(
             "the model is sharded already" if isinstance(model, nn.Module) else f"{type(model).__name__} is no module",
@@ -94,20 +96,21 @@ def plan(  # noqa: PLR0913
 def _advice(search: Search, found: Found) -> Iterator[Advice]:
     """Changes with which some configuration keeps the memory."""
     ask = search.ask
-    if Offload.CPU not in ask.allow:
-        allowed = dataclasses.replace(ask, allow=(Offload.CPU,))
+    if Allowed.CPU_OFFLOAD not in ask.allow and not _is_cpu(ask.hardware):
+        allowed = dataclasses.replace(ask, allow=(*ask.allow, Allowed.CPU_OFFLOAD))
         made = _least(search, allowed)
         if made.peak_bytes <= ask.memory_bytes:
             change = "keep shards and optimizer state in host memory"
-            yield _of(change, {"allow": [Offload.CPU.value]}, made, allowed)
-    # If the most devices are not enough, no number of them is.
-    enough = _least(search, _more(ask, _MORE[-1])).peak_bytes <= ask.memory_bytes
-    for more in (_more(ask, times) for times in _MORE if enough):
+            yield _of(change, {"allow": [name.value for name in allowed.allow]}, made, allowed)
+    least_bytes = found.smallest.peak_bytes
+    for more in (_more(ask, times) for times in _MORE):
         made = _least(search, more)
         if made.peak_bytes <= ask.memory_bytes:
             change = f"{more.gpus} GPUs in place of {ask.gpus}, {more.tokens_per_step} tokens per step"
             yield _of(change, {"gpus": more.gpus, "tokens_per_step": more.tokens_per_step}, made, more)
+        if made.peak_bytes <= ask.memory_bytes or made.peak_bytes >= least_bytes:  # what more devices do not share
             break
+        least_bytes = made.peak_bytes
     memory_gb = -(-found.smallest.peak_bytes // 1e6) / 1e3
     reserved = {"reserve_gb": ask.reserve_bytes / 1e9}
     yield _of(f"GPUs with {memory_gb:g} GB each", {"memory_gb": memory_gb, **reserved}, found.smallest, ask)
@@ -153,7 +156,7 @@ def _options(options: FSDPOptions) -> FSDPOptions:
         raise ConfigError(
             "the choice of parameters in 8 bits depends on the number of ranks, which the search varies",
             where="plan(options={'mp_policy': MixedPrecision(gather_dtype=...)})",
-            instead="leave gather_dtype out, or explain() for one configuration",
+            instead="leave gather_dtype out and give allow=['int8_gathers'], or explain() for one configuration",
         )
     return options
 
@@ -181,8 +184,9 @@ def _known(optimizer: str) -> str:
     return optimizer
 
 
-def _allowed(names: Collection[str]) -> tuple[Offload, ...]:
+def _allowed(names: Collection[str], hardware: Hardware) -> tuple[Allowed, ...]:
+    known = [name.value for name in Allowed if name is not Allowed.CPU_OFFLOAD or not _is_cpu(hardware)]
     for name in names:
-        if name != Offload.CPU.value:
-            raise ConfigError(f"{name!r} cannot be allowed", where="plan(allow=...)", instead=repr(Offload.CPU.value))
-    return (Offload.CPU,) if names else ()
+        if name not in known:
+            raise ConfigError(f"{name!r} cannot be allowed", where="plan(allow=...)", instead=" or ".join(known))
+    return tuple(map(Allowed, dict.fromkeys(names)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
@@ -11,6 +12,7 @@ from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.cost.memory import Holder
 from fsdp_compile.explain.rescale import Sharding
 from fsdp_compile.layout.spec import Reshard
+from fsdp_compile.layout.wire_formats import FORMATS
 
 
 class Form(enum.StrEnum):
@@ -26,6 +28,15 @@ class Offload(enum.StrEnum):
     NOTHING = "nothing"
     CPU = "cpu_offload"
     """Shards, their gradients and optimizer state: FSDP2's `CPUOffloadPolicy`."""
+
+
+class Allowed(enum.StrEnum):
+    """What is searched only where the caller allows it, since it changes numbers or hosts."""
+
+    CPU_OFFLOAD = "cpu_offload"
+    """Shards, their gradients and optimizer state in host memory."""
+    INT8_GATHERS = "int8_gathers"
+    """Large parameters are gathered in 8 bits: `MixedPrecision(gather_dtype=torch.int8)`."""
 
 
 class Part(enum.StrEnum):
@@ -56,7 +67,9 @@ RESHARDS: Final[Mapping[Reshard, Any]] = {
     Reshard.AUTO: "auto",
     Reshard.AFTER_BACKWARD: False,
 }
-"""Values of `fully_shard(reshard_after_forward=...)`."""
+"""Values of `fully_shard(reshard_after_forward=...)`, where no number of ranks is."""
+GATHERED_IN: Final = FORMATS["int8"]
+"""The format of gathers in 8 bits that is searched: of those, int8 rounds the least."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +107,8 @@ class Choice:
         accumulation: Forwards and backwards in a step.
         form: How the model is compiled.
         offload: What is kept in host memory.
+        post_forward: Ranks that together keep each gathered parameter for backward; 1 if none do.
+        gather_format: Name of the format in which large parameters are gathered; empty for their dtype.
     """
 
     shards: int
@@ -103,24 +118,39 @@ class Choice:
     accumulation: int
     form: Form = Form.WHOLE
     offload: Offload = Offload.NOTHING
+    post_forward: int = 1
+    gather_format: str = ""
 
     @property
     def sharding(self) -> Sharding:
         """For plans of graphs that were traced once."""
         compute = "cpu" if self.offload is Offload.CPU else ""  # graphs are traced for it, whatever the device is
-        return Sharding(self.shards, self.replicas, self.reshard, compute)
+        return Sharding(self.shards, self.replicas, self.reshard, compute, self.post_forward, self.gather_format)
+
+    @property
+    def reshard_after_forward(self) -> Any:
+        """Value of the argument of `fully_shard`."""
+        return self.post_forward if self.post_forward > 1 else RESHARDS[self.reshard]
+
+    @property
+    def kept_share(self) -> float:
+        """The share of each gathered parameter that a rank keeps from forward to backward, if nothing chooses it."""
+        if self.post_forward > 1:
+            return 1 / self.post_forward
+        return float(self.reshard is Reshard.AFTER_BACKWARD)
 
     def needs_at_least(self, other: Choice) -> bool:
         """Whether it takes as much memory as another choice, or more."""
-        alike = (self.reshard, self.form, self.offload) == (other.reshard, other.form, other.offload)
+        counts = {"shards": 0, "replicas": 0, "micro_batch": 0, "accumulation": 0}
+        alike = dataclasses.replace(self, **counts) == dataclasses.replace(other, **counts)
         # Several micro-batches hold the gradients of the earlier ones.
         alike = alike and (self.accumulation > 1 or other.accumulation == 1)
         return alike and self.shards <= other.shards and self.micro_batch >= other.micro_batch
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, named as arguments and options are."""
-        named = dataclasses.asdict(self) | {"reshard_after_forward": RESHARDS[self.reshard]}
-        del named["reshard"]
+        named = dataclasses.asdict(self) | {"reshard_after_forward": self.reshard_after_forward}
+        del named["reshard"], named["post_forward"]
         return named
 
 
@@ -175,7 +205,7 @@ class Ask:
         tokens_per_step: Of all ranks.
         tokens_per_sample: Of the model's inputs.
         optimizer: One of `OPTIMIZERS`.
-        allow: What may be kept elsewhere.
+        allow: What is searched only if it is named here.
     """
 
     gpus: int
@@ -185,7 +215,7 @@ class Ask:
     tokens_per_step: int
     tokens_per_sample: int
     optimizer: str
-    allow: tuple[Offload, ...]
+    allow: tuple[Allowed, ...]
 
     @property
     def samples(self) -> int:
@@ -201,7 +231,7 @@ class Ask:
         """Choices of which one takes the least memory: of each form, with one micro-batch and with the smallest."""
         found = []
         for form in Form:
-            every = [c for c in self.choices() if (c.form, c.reshard) == (form, Reshard.AFTER_FORWARD)]
+            every = [c for c in self.choices() if c.form is form and RESHARDS[c.reshard] is True and not c.kept_share]
             one = [choice for choice in every if choice.accumulation == 1]  # it holds no gradients of earlier ones
             found += [min(of, key=_needs) for of in (every, one)]
         return list(dict.fromkeys(found))
@@ -210,16 +240,23 @@ class Ask:
         """Every way to shard and run a model, on whole hosts or equal parts of a host."""
         local = self.hardware.local_size
         shards = [n for n in _divisors(self.gpus) if n % local == 0 or local % n == 0]
+        offloads = Offload if Allowed.CPU_OFFLOAD in self.allow else (Offload.NOTHING,)
+        formats = ("", GATHERED_IN.name) if Allowed.INT8_GATHERS in self.allow and self.gpus > 1 else ("",)
+        kinds = [*itertools.product(_divisors(self.samples), Form, offloads, formats)]
         for ranks in [n for n in shards if n > 1] or [1]:
-            for reshard in RESHARDS if ranks > 1 else (Reshard.AFTER_FORWARD,):
-                for micro_batch in _divisors(self.samples):
-                    for form in Form:
-                        # Graphs of blocks choose by themselves in a step, as no plan of one graph does.
-                        if form is Form.BLOCKS and reshard is Reshard.AUTO:
-                            continue
-                        for offload in (Offload.NOTHING, *self.allow):
-                            counts = (micro_batch, self.samples // micro_batch)
-                            yield Choice(ranks, self.gpus // ranks, reshard, *counts, form, offload)
+            for (reshard, part), kind in itertools.product(self._kept(ranks), kinds):
+                micro_batch, form, offload, sent = kind
+                counts = (micro_batch, self.samples // micro_batch)
+                # Graphs of blocks choose by themselves in a step, as no plan of one graph does; and what is in no block
+                # is gathered by FSDP2, which knows no formats.
+                if form is Form.WHOLE or not (reshard is Reshard.AUTO or sent):
+                    yield Choice(ranks, self.gpus // ranks, reshard, *counts, form, offload, part, sent)
+
+    def _kept(self, ranks: int) -> Iterator[tuple[Reshard, int]]:
+        """When gathered parameters are freed, and over how many ranks of a host they are kept for backward."""
+        yield from ((reshard, 1) for reshard in (RESHARDS if ranks > 1 else (Reshard.AFTER_FORWARD,)))
+        parts = [n for n in _divisors(self.hardware.local_size) if n > 1]
+        yield from ((Reshard.AFTER_FORWARD, n) for n in parts if n < ranks and ranks % n == 0)
 
 
 def _needs(choice: Choice) -> tuple[bool, int, int]:

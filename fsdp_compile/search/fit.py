@@ -7,16 +7,18 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
+from fsdp_compile.config.policy import AnyPrecisionPolicy, as_mixed_precision
 from fsdp_compile.cost.hardware import DEVICES, LINKS, Hardware, hardware
 from fsdp_compile.explain.api import explain
-from fsdp_compile.explain.page import to_plain
+from fsdp_compile.explain.page import page, to_plain
 from fsdp_compile.explain.stand_in import planning_world
 from fsdp_compile.explain.tables import Table, as_text, size, time
 from fsdp_compile.options import FSDPOptions
-from fsdp_compile.search.choice import OPTIMIZERS, RESHARDS, Ask, Configuration, Form, Offload, Part
+from fsdp_compile.search.choice import OPTIMIZERS, Ask, Choice, Configuration, Form, Offload, Part
 from fsdp_compile.search.search import TOLERANCE, Found, Program
 
 GIVEN: Final = ("lower", "prefetch", "bucket_mb", "embedding", "reduce_layout", "activations")
@@ -93,7 +95,9 @@ class Fit:
 
     def save_html(self, path: str | Path) -> Path:
         """Writes the page of `explain` for the first configuration, and returns its path."""
-        return self.explain().save_html(path)
+        target = Path(path)
+        target.write_text(page(self.explain(), "\n".join(self._answer())), encoding="utf-8")
+        return target
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain data, ready for JSON; units are in the names of the fields."""
@@ -106,7 +110,7 @@ class Fit:
             "reserve_bytes": self.ask.reserve_bytes,
             "tokens_per_step": self.ask.tokens_per_step,
             "optimizer": self.ask.optimizer,
-            "allow": [offload.value for offload in self.ask.allow],
+            "allow": [name.value for name in self.ask.allow],
         }
         advice = [
             {
@@ -133,11 +137,15 @@ class Fit:
         # The code is not wrapped.
         return as_text(self._parts(), width=110) + f"\nTo write, for the first:\n\n{self.code}" * self.fits
 
-    def _parts(self) -> Iterator[RenderableType]:
+    def _answer(self) -> Iterator[str]:
+        """The verdict, and what would make the model fit."""
         yield self.verdict
         for number, advice in enumerate(self.advice, 1):
             cost = f"{advice.gpu_s_per_token * 1e6:.3g} GPU seconds per million tokens"
             yield f"  {number}. {advice.change}: {size(advice.result.peak_bytes)} per GPU, {cost}"
+
+    def _parts(self) -> Iterator[RenderableType]:
+        yield from self._answer()
         yield ""
         shown = self.best or (self.found.smallest,)
         yield _speed(shown, "the fastest" if self.fits else "the least memory").text()
@@ -165,7 +173,7 @@ def _speed(shown: tuple[Configuration, ...], title: str) -> Table:
         rows.append((
             str(number),
             f"{choice.shards} x {choice.replicas}",
-            f"{RESHARDS[choice.reshard]}" + ", offload" * (choice.offload is Offload.CPU),
+            f"{choice.reshard_after_forward}" + ", offload" * (choice.offload is Offload.CPU),
             f"{choice.micro_batch} x {choice.accumulation}",
             f"{c.recomputed} of {c.blocks}" if c.recomputed else "no",
             choice.form.value,
@@ -187,11 +195,11 @@ def _code(first: Configuration, ask: Ask, program: Program) -> str:
     choice, device = first.choice, ask.hardware.device
     cluster = ask.hardware.cluster
     kind = cluster.device_type if cluster is not None else "cpu" if device.name == "cpu" else "cuda"
-    policy = program.options.mp_policy
+    policy = _policy(choice, program)
     imports = {"torch.distributed.device_mesh": ["init_device_mesh"], "fsdp_compile": ["fully_shard"]}
     shape = (choice.replicas, choice.shards) if choice.replicas > 1 else (choice.shards,)
     names = ("replicate", "shard") if choice.replicas > 1 else ("shard",)
-    arguments = ["mesh=mesh", f"reshard_after_forward={RESHARDS[choice.reshard]!r}"]
+    arguments = ["mesh=mesh", f"reshard_after_forward={choice.reshard_after_forward!r}"]
     if policy is not None:
         kind_of = type(policy)
         home = "fsdp_compile" if kind_of.__module__.startswith("fsdp_compile") else "torch.distributed.fsdp"
@@ -220,6 +228,12 @@ def _code(first: Configuration, ask: Ask, program: Program) -> str:
         f"# a step: {choice.accumulation} times forward and backward of {choice.micro_batch} samples on each rank",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _policy(choice: Choice, program: Program) -> AnyPrecisionPolicy:
+    """The dtypes, with that of the gathers."""
+    policy = program.options.mp_policy
+    return dataclasses.replace(as_mixed_precision(policy), gather_dtype=torch.int8) if choice.gather_format else policy
 
 
 def _options(first: Configuration, program: Program) -> dict[str, Any]:
@@ -253,7 +267,8 @@ def _explained(first: Configuration, ask: Ask, program: Program) -> Plan:
         options = dataclasses.replace(
             program.options,
             mesh=mesh,
-            reshard_after_forward=RESHARDS[choice.reshard],
+            reshard_after_forward=choice.reshard_after_forward,
+            mp_policy=_policy(choice, program),
             offload_policy=CPUOffloadPolicy() if choice.offload is Offload.CPU else None,
             memory_budget_gb=first.budget_gb,
             regions=choice.form.value,

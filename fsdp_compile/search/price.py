@@ -15,7 +15,6 @@ from fsdp_compile.explain.rescale import Sharding, Traced
 from fsdp_compile.explain.units import UnitData, unit_plan
 from fsdp_compile.ir.graph import Phase, StepGraph
 from fsdp_compile.ir.queries import module_of, unit_of
-from fsdp_compile.layout.spec import Reshard
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.search.depth import Stack
 
@@ -78,9 +77,9 @@ class Between:
         """A number that is the same for each further block."""
         return few + (more - few) * (self.blocks - self.few) / (self.more - self.few)
 
-    def price(self, few: Price, more: Price, *, reshard: Reshard | None) -> Price:
-        """The price of the whole model."""
-        grows = (*_PER_BLOCK, *((Holder.UNSHARDED,) if reshard is Reshard.AFTER_BACKWARD else ()))
+    def price(self, few: Price, more: Price, *, kept_share: float) -> Price:
+        """The price of the whole model, of whose gathered parameters a share is kept for backward."""
+        grows = (*_PER_BLOCK, *((Holder.UNSHARDED,) if kept_share else ()))
 
         def held(a: Held, b: Held) -> Held:
             kept = dict.fromkeys((*a, *b))
@@ -163,11 +162,12 @@ def _trained_bytes(unit: UnitData) -> int:
     return sum(max(p.spec.offset + p.spec.extent for p in flat) * flat[0].stored.itemsize for flat in trained)
 
 
-def sent_bytes(units: Sequence[UnitData]) -> tuple[float, float]:
-    """Bytes of all full parameters as they are gathered, and of all full gradients as they are reduced."""
+def sent_bytes(units: Sequence[UnitData]) -> tuple[float, float, float]:
+    """Bytes of all full parameters as they are computed with, their number, and bytes of all gradients as reduced."""
     specs = [(param.spec, param.trained) for unit in units for param in unit.params]
     gathered = sum(spec.numel * spec.param_dtype.itemsize for spec, _ in specs)
-    return gathered, sum(spec.numel * spec.reduce_dtype.itemsize for spec, trained in specs if trained)
+    reduced = sum(spec.numel * spec.reduce_dtype.itemsize for spec, trained in specs if trained)
+    return gathered, sum(spec.numel for spec, _ in specs), reduced
 
 
 def stored_bytes(units: Sequence[UnitData]) -> tuple[float, float]:

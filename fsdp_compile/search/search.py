@@ -23,7 +23,7 @@ from fsdp_compile.explain.stand_in import planning_world
 from fsdp_compile.layout.hosts import GroupRanks
 from fsdp_compile.layout.spec import Reshard
 from fsdp_compile.options import FSDPOptions
-from fsdp_compile.search.choice import PART_OF, Ask, Choice, Configuration, Form, Offload, Part
+from fsdp_compile.search.choice import GATHERED_IN, PART_OF, Ask, Choice, Configuration, Form, Offload, Part
 from fsdp_compile.search.depth import DEPTHS, Stack, shortened, stack_of
 from fsdp_compile.search.price import Between, Price, computing_us, price, sent_bytes, stored_bytes
 
@@ -189,7 +189,7 @@ class Search:
         shards = max(each.shards for each in self.ask.choices())
         replicas = self.ask.gpus // shards
         made = self.configuration(
-            dataclasses.replace(choice, shards=shards, replicas=replicas, reshard=Reshard.AFTER_FORWARD)
+            dataclasses.replace(choice, shards=shards, replicas=replicas, reshard=Reshard.AFTER_FORWARD, post_forward=1)
         )
         return made.recomputed / made.blocks if made.blocks else 0.0
 
@@ -197,17 +197,23 @@ class Search:
         """Bytes that no schedule of a choice goes below: shards, gradients, optimizer state, and all that is kept."""
         params, trained = self._stored
         shards = (params + (1 + self.ask.states) * trained) / choice.shards
-        kept = self._sent[0] if choice.reshard is Reshard.AFTER_BACKWARD else 0.0
+        kept = self._sent[0] * choice.kept_share
         return self.ask.reserve_bytes + kept + (shards if choice.offload is Offload.NOTHING else 0.0)
 
     def _at_best(self, choice: Choice, again: float) -> tuple[float, float]:
         """A time that a choice cannot beat if it computes a share of the blocks again, and that of its messages."""
-        gathered, reduced = self._sent
+        gathered, numel, reduced = self._sent
         there = self.ask.hardware
-        shard, copies = GroupRanks(choice.shards), GroupRanks(choice.replicas, choice.shards)
+        sent = min(gathered, numel * GATHERED_IN.element_bytes) if choice.gather_format else gathered
+        # Backward gathers over the ranks that keep the parts, in the dtype of computing.
+        twice = choice.reshard is Reshard.AFTER_FORWARD and choice.post_forward == 1
+        messages = (
+            (GroupRanks(choice.shards), (1 + twice) * sent + reduced),
+            (GroupRanks(choice.post_forward), gathered),
+            (GroupRanks(choice.replicas, choice.shards), 2 * reduced / choice.shards),
+        )
         times: dict[str, float] = {}
-        gathers = 2 if choice.reshard is Reshard.AFTER_FORWARD else 1
-        for group, size in ((shard, gathers * gathered + reduced), (copies, 2 * reduced / choice.shards)):
+        for group, size in messages:
             if group.size > 1:
                 us = size * share_of_others(group.size) * 1e6 / there.bytes_per_s(group)
                 link = there.link_of(group).name
@@ -219,7 +225,7 @@ class Search:
         return choice.accumulation * max(computing_us, sent_us), sent_us
 
     @functools.cached_property
-    def _sent(self) -> tuple[float, float]:
+    def _sent(self) -> tuple[float, float, float]:
         made = [sent_bytes(self._traced(depth, 0).units) for depth in self.depths]
         return made[0] if self.stack is None else tuple(map(self._between.grow, *made))  # type: ignore[return-value]
 
@@ -253,7 +259,7 @@ class Search:
 
     def _price(self, choice: Choice, recomputed: int) -> Price:
         few, *more = (self._price_at(depth, choice, recomputed) for depth in self.depths)
-        return self._between.price(few, *more, reshard=choice.reshard) if more else few
+        return self._between.price(few, *more, kept_share=choice.kept_share) if more else few
 
     def _price_at(self, depth: int | None, choice: Choice, recomputed: int) -> Price:
         traced = self._traced(depth, recomputed)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import fsdp_compile
+from benchmarks.peak import measured_peak_bytes, storage_bytes
 from fsdp_compile import MixedPrecision
 from fsdp_compile.cli.main import main
 from fsdp_compile.cost.hardware import hardware
@@ -22,6 +23,7 @@ from fsdp_compile.search import search as searching
 from fsdp_compile.search.choice import Ask, Choice, Form, Offload
 from fsdp_compile.search.fit import Fit, _explained
 from fsdp_compile.search.search import Program, Search
+from tests.cost.test_calibrated import FOUND
 from tests.fake_world import fake_world
 from tests.models.round_sizes import WIDTH, Stack
 
@@ -57,7 +59,16 @@ CHOICES = [
     Choice(2, 2, Reshard.AUTO, 4, 2),
     Choice(2, 2, Reshard.AFTER_FORWARD, 8, 1, Form.BLOCKS),
     Choice(4, 1, Reshard.AFTER_FORWARD, 8, 1, offload=Offload.CPU),
+    Choice(4, 1, Reshard.AFTER_FORWARD, 8, 1, post_forward=2),
+    Choice(4, 1, Reshard.AFTER_FORWARD, 4, 2, Form.BLOCKS, post_forward=2),
+    Choice(2, 2, Reshard.AUTO, 8, 1, gather_format="int8"),
+    Choice(4, 1, Reshard.AFTER_FORWARD, 8, 1, offload=Offload.CPU, post_forward=2, gather_format="int8"),
 ]
+
+
+def _name(choice: Choice) -> str:
+    reshard = str(choice.reshard_after_forward)
+    return "-".join((str(choice.shards), reshard, choice.form, choice.offload, choice.gather_format or "exact"))
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +76,7 @@ def search() -> Search:
     return Search(_program(), _ask())
 
 
-@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: f"{choice.shards}-{choice.reshard.value}-{choice.form}")
+@pytest.mark.parametrize("choice", CHOICES, ids=_name)
 def test_a_choice_is_priced_from_one_trace_as_explain_does_on_its_mesh(search: Search, choice: Choice) -> None:
     with searching.planning_world(RANKS):
         priced, made = search._price(choice, 0), search.configuration(choice)
@@ -76,8 +87,9 @@ def test_a_choice_is_priced_from_one_trace_as_explain_does_on_its_mesh(search: S
     assert priced.host_bytes == plan.host_bytes
 
 
-def test_a_deep_model_is_priced_by_few_of_its_blocks() -> None:
-    program, ask, choice = _program(16), _ask(), CHOICES[0]
+@pytest.mark.parametrize("choice", [CHOICES[0], CHOICES[5]], ids=_name)
+def test_a_deep_model_is_priced_by_few_of_its_blocks(choice: Choice) -> None:
+    program, ask = _program(16), _ask()
     short = Search(program, ask)
     assert short.stack == searching.Stack("blocks", 16)
     with mock.patch.object(searching, "stack_of", return_value=None):
@@ -128,27 +140,51 @@ def test_memory_that_holds_the_activations_of_some_blocks_computes_the_others_ag
     assert plan.peak_bytes <= made.budget_gb * 1e9
 
 
-def test_advice_makes_a_model_fit_that_does_not() -> None:
-    tokens = {"tokens_per_step": RANKS}
+def test_advice_makes_a_model_fit_that_does_not(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"tokens_per_step": RANKS}
     with searching.planning_world(RANKS):
         memory_gb = 0.85e-9 * Search(_program(), _ask(memory_bytes=1.0, samples=1)).smallest().peak_bytes
-    fit = _plan(memory_gb, **tokens)
+    fit = _plan(memory_gb, **given)
     assert not fit.fits
     assert fit.verdict.startswith("does not fit: short by ")
+    page = fit.save_html(tmp_path / "page.html").read_text()
     costs = [advice.gpu_s_per_token for advice in fit.advice]
     assert costs == sorted(costs)
     assert len(costs) > 1
     for advice in fit.advice:
-        followed: dict[str, Any] = {"memory_gb": memory_gb, **tokens, **advice.arguments}
-        assert _plan(**followed).fits, advice.change
+        assert advice.change in page
+        followed = _plan(**{"memory_gb": memory_gb, **given, **advice.arguments})
+        assert followed.fits, advice.change
+        assert _peak_bytes(followed) <= followed.ask.memory_bytes, advice.change
     data = fit.to_dict()
     assert json.loads(json.dumps(data)) == data
+
+
+def _peak_bytes(fit: Fit) -> int:
+    """Peak of a step of the first configuration on one rank, by the very code that is to be written for it."""
+    choice = fit.best[0].choice
+    x = torch.zeros(choice.micro_batch, WIDTH)
+    scope: dict[str, Any] = {"model": Stack(), "hardware": HOSTS}
+
+    def step() -> None:
+        for _ in range(choice.accumulation):
+            scope["compiled"](x).sum().backward()
+        scope["optimizer"].step()
+        scope["optimizer"].zero_grad()
+
+    torch.compiler.reset()
+    with fake_world(fit.ask.gpus):
+        exec(fit.code, scope)
+        step()  # compiles, and makes the optimizer's state
+        state = [value for of in scope["optimizer"].state.values() for value in of.values()]
+        return measured_peak_bytes(scope["model"], x, step, "cpu") + storage_bytes(state)
 
 
 WRONG = [
     ({"tokens_per_step": 5}, "not the same number of samples"),
     ({"optimizer": "best"}, "is not known"),
     ({"allow": ["luck"]}, "cannot be allowed"),
+    ({"allow": ["cpu_offload"], "hardware": HOSTS}, "cannot be allowed"),
     ({"memory_gb": -1.0}, "memory_gb cannot be"),
     ({"gpus": 0}, "cannot plan for 0 ranks"),
     ({"options": {"reshard_after_forward": True}}, "the search chooses reshard_after_forward"),
@@ -162,6 +198,19 @@ def test_what_cannot_be_searched_is_an_error(asked: dict[str, Any], what: str) -
     given: dict[str, Any] = {"gpus": RANKS, "tokens_per_step": 8, **asked}
     with pytest.raises(ConfigError, match=what):
         fsdp_compile.plan(program.model, *program.args, **given)
+
+
+def test_the_command_takes_a_calibration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "hardware.json"
+    path.write_text(FOUND.to_text(), encoding="utf-8")
+    measured = f"plan tests.models.round_sizes:stack --gpus 2 --tokens-per-step 128 --hardware {path}"
+    assert main([*measured.split(), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["asked"]["links_measured"]
+    assert said["asked"]["memory_bytes"] == FOUND.memory_bytes
+    assert "\"hardware\": 'hardware.json'" in said["code"]
+    assert main([*measured.split(), "--link", "1"]) == 2
+    assert "--hardware, or the others" in capsys.readouterr().err
 
 
 COMMAND = "plan tests.models.round_sizes:stack --gpus 2 --tokens-per-step 128 --device cpu --link 1 --memory"
@@ -181,12 +230,13 @@ def _said(flags: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 def test_each_flag_of_the_command_does_something(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "plan.html"
     before = _said(f"--html {page}", capsys)
-    assert "<html" in page.read_text()
+    assert before["verdict"] in page.read_text()
     least = before["smallest"]["memory_bytes"]
     assert least["optimizer"] == 2 * least["parameters"]
     assert _said("--optimizer sgd", capsys)["smallest"]["memory_bytes"]["optimizer"] == 0
     assert _said("--reserve 0.25GB", capsys)["asked"]["reserve_bytes"] == 0.25e9
-    assert _said("--allow cpu_offload", capsys)["smallest"]["memory_bytes"]["parameters"] == 0
+    assert _said("--allow cpu_offload --device h100", capsys)["smallest"]["memory_bytes"]["parameters"] == 0
+    assert "gather_dtype=torch.int8" in _said("--allow int8_gathers --link 0.001", capsys)["code"]
     assert _said("--param-dtype float32", capsys)["smallest"]["memory_bytes"]["gathered"] > least["gathered"]
     apart, together = (_said(f"--link ethernet-1 --gpus-per-node {ranks}", capsys)["best"][0] for ranks in (1, 2))
     assert apart["step_us"] > together["step_us"]
