@@ -141,7 +141,7 @@ class Choice:
 
     def needs_at_least(self, other: Choice) -> bool:
         """Whether it takes as much memory as another choice, or more."""
-        counts = {"shards": 0, "replicas": 0, "micro_batch": 0, "accumulation": 0}
+        counts: dict[str, Any] = {"shards": 0, "replicas": 0, "micro_batch": 0, "accumulation": 0}
         alike = dataclasses.replace(self, **counts) == dataclasses.replace(other, **counts)
         # Several micro-batches hold the gradients of the earlier ones.
         alike = alike and (self.accumulation > 1 or other.accumulation == 1)
