@@ -119,6 +119,12 @@ def llama_3_405b() -> tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]:
     return (task.make(), *task.inputs)
 
 
+def llama_3_405b_4k() -> tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]:
+    """The same with a sequence of 4096."""
+    task = llama(dataclasses.replace(LLAMA_3_405B, tokens=4096), device="meta")
+    return (task.make(), *task.inputs)
+
+
 class TinyLayer(nn.Module):
     """Five small parameters: two linear layers and a scale."""
 

@@ -13,7 +13,7 @@ from fsdp_compile.cost.memory import Holder, Memory, memory_of_step
 from fsdp_compile.cost.timeline import schedule
 from fsdp_compile.explain.rescale import Sharding, Traced
 from fsdp_compile.explain.units import UnitData, unit_plan
-from fsdp_compile.ir.graph import Phase, StepGraph
+from fsdp_compile.ir.graph import Phase, StepGraph, record_of
 from fsdp_compile.ir.queries import module_of, unit_of
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.search.depth import Stack
@@ -83,7 +83,8 @@ class Between:
 
         def held(a: Held, b: Held) -> Held:
             kept = dict.fromkeys((*a, *b))
-            return {h: (self.grow if h in grows else max)(a.get(h, 0), b.get(h, 0)) for h in kept}
+            # With more blocks, a unit's peak may be at another node: what shrinks by that does not go below nothing.
+            return {h: max(0.0, (self.grow if h in grows else max)(a.get(h, 0), b.get(h, 0))) for h in kept}
 
         both = [segment for segment in few.memory if segment in more.memory]
         memory = {segment: held(few.memory[segment], more.memory[segment]) for segment in both}
@@ -147,13 +148,21 @@ def computing_us(traced: Traced, sizes: Mapping[str, int], hardware: Hardware) -
 def _segments(
     step: StepGraph, memory: Memory, titles: frozenset[str], stack: tuple[Stack, int] | None
 ) -> Iterator[tuple[Segment, Held]]:
-    """For each node its unit, and what is live while it runs; a node of no known unit belongs to the one before it."""
+    """For each node its unit, and what is live while it runs; a node of no known unit belongs to the one before it.
+
+    What the unit around the blocks computes before them and after them are two segments: memory differs in another way.
+    """
     live = {holder: memory.live_bytes([holder]) for holder in Holder}
-    where = ""
+    names: list[str] = []
+    where, last_of_blocks = "", len(step.graph.nodes)
     for place, node in enumerate(step.graph.nodes):
         where = unit_of(module_of(node), titles) or where
-        segment = where if stack is None else stack[0].segment(where, stack[1])
-        yield (step.phase, segment), {holder: bytes_[place] for holder, bytes_ in live.items() if bytes_[place]}
+        names.append(where if stack is None else stack[0].segment(where, stack[1]))
+        if names[-1] != where and record_of(node) is None:
+            last_of_blocks = place
+    for place, name in enumerate(names):
+        held = {holder: bytes_[place] for holder, bytes_ in live.items() if bytes_[place]}
+        yield (step.phase, f"{name}, after the blocks" if place > last_of_blocks else name), held
 
 
 def _trained_bytes(unit: UnitData) -> int:
