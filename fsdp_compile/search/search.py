@@ -150,7 +150,7 @@ class Search:
             memory=memory,
             recomputed=again,
             blocks=blocks,
-            budget_gb=math.floor(room / 1e6) / 1e3 if again else None,
+            budget_gb=math.floor(room / 1e3) / 1e6 if again else None,
             host_bytes=spent.host_bytes + (self.ask.states * spent.trained_bytes if spent.host_bytes else 0),
         )
 
