@@ -7,6 +7,7 @@ traced     embedding, block 0 ... block 3, head     and once more with 8 blocks:
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -17,6 +18,13 @@ from fsdp_compile.explain.stand_in import stand_in
 DEPTHS: Final = (4, 8)
 """Numbers of blocks with which a deep model is traced: the last units of forward are kept, the first ones gathered."""
 _PLAIN: Final = (bool, int, float, str, type(None))
+
+
+class Half(enum.Enum):
+    """Which of the like blocks."""
+
+    FIRST = "first"
+    SECOND = "second"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,13 +39,14 @@ class Stack:
     name: str
     blocks: int
 
-    def segment(self, unit: str, blocks: int) -> str:
-        """The name of a unit in a model with so many blocks, with those of the second half counted from the end."""
+    def segment(self, unit: str, blocks: int) -> tuple[str, Half | None]:
+        """A unit in a model with so many blocks: its name, blocks of the second half counted from the end; its half."""
         number, _, rest = unit.removeprefix(f"{self.name}.").partition(".")
         if not unit.startswith(f"{self.name}.") or not number.isdecimal():
-            return unit
-        place = int(number) if int(number) < blocks / 2 else int(number) - blocks
-        return f"{self.name}.{place}.{rest}"
+            return unit, None
+        if int(number) < blocks / 2:
+            return f"{self.name}.{number}.{rest}", Half.FIRST
+        return f"{self.name}.{int(number) - blocks}.{rest}", Half.SECOND
 
 
 def stack_of(model: nn.Module) -> Stack | None:

@@ -53,6 +53,10 @@ class Price:
         """What is held where most is."""
         return max(self.memory.values(), key=lambda held: sum(held.values()), default={})
 
+    def most(self, holder: Holder) -> float:
+        """The most that is held for one purpose at any peak."""
+        return max((held.get(holder, 0.0) for held in self.memory.values()), default=0.0)
+
     @property
     def peak_bytes(self) -> float:
         """The largest sum of live bytes."""
@@ -81,10 +85,15 @@ class Between:
         """The price of the whole model, of whose gathered parameters a share is kept for backward."""
         grows = (*_PER_BLOCK, *((Holder.UNSHARDED,) if kept_share else ()))
 
+        most = {holder: self.grow(few.most(holder), more.most(holder)) for holder in grows}
+
         def held(a: Held, b: Held) -> Held:
-            kept = dict.fromkeys((*a, *b))
-            # With more blocks, a unit's peak may be at another node: what shrinks by that does not go below nothing.
-            return {h: max(0.0, (self.grow if h in grows else max)(a.get(h, 0), b.get(h, 0))) for h in kept}
+            kept = {holder: max(a.get(holder, 0), b.get(holder, 0)) for holder in dict.fromkeys((*a, *b))}
+            for holder in (holder for holder in grows if holder in kept):
+                grown = self.grow(a.get(holder, 0), b.get(holder, 0))
+                # A unit's peak may be at another node with more blocks: early in one graph, and late in the other.
+                kept[holder] = min(max(0.0, grown), most[holder])
+            return kept
 
         both = [segment for segment in few.memory if segment in more.memory]
         memory = {segment: held(few.memory[segment], more.memory[segment]) for segment in both}
@@ -150,19 +159,20 @@ def _segments(
 ) -> Iterator[tuple[Segment, Held]]:
     """For each node its unit, and what is live while it runs; a node of no known unit belongs to the one before it.
 
-    What the unit around the blocks computes before them and after them are two segments: memory differs in another way.
+    What units around the blocks compute before the middle of the blocks and after it are two segments: memory there
+    differs in another way.
     """
     live = {holder: memory.live_bytes([holder]) for holder in Holder}
-    names: list[str] = []
-    where, last_of_blocks = "", len(step.graph.nodes)
+    where, first_half, is_after = "", None, False
     for place, node in enumerate(step.graph.nodes):
         where = unit_of(module_of(node), titles) or where
-        names.append(where if stack is None else stack[0].segment(where, stack[1]))
-        if names[-1] != where and record_of(node) is None:
-            last_of_blocks = place
-    for place, name in enumerate(names):
-        held = {holder: bytes_[place] for holder, bytes_ in live.items() if bytes_[place]}
-        yield (step.phase, f"{name}, after the blocks" if place > last_of_blocks else name), held
+        name, half = (where, None) if stack is None else stack[0].segment(where, stack[1])
+        if half is None:
+            name += ", after the blocks" * is_after
+        elif node.op == "call_function" and record_of(node) is None:  # collectives run ahead
+            first_half = half if first_half is None else first_half
+            is_after = is_after or half is not first_half
+        yield (step.phase, name), {holder: bytes_[place] for holder, bytes_ in live.items() if bytes_[place]}
 
 
 def _trained_bytes(unit: UnitData) -> int:
