@@ -145,10 +145,9 @@ def _shares_of_gathers(problem: Problem, budget_bytes: int) -> Iterator[Sequence
     steps = len(problem.steps_us)
     yield [budget_bytes] * steps
     if problem.reductions:
-        ready = {reduction.ready: reduction.held_bytes(0) for reduction in problem.reductions}
         early_bytes, latest = [], 0
         for step in range(steps):
-            latest = ready.get(step, latest)
+            latest = problem.ready_bytes.get(step, latest)
             early_bytes.append(budget_bytes - latest)
         yield early_bytes
 
