@@ -238,6 +238,30 @@ def test_only_stale_parameters_play_parameters() -> None:
     assert bases == {"fsdp2/stale.py"}
 
 
+OF_UNITS = "fsdp2/unit.py"
+CHANGING = {"append", "add", "discard", "remove", "clear", "update", "pop", "setdefault", "extend"}
+"""Methods that change what they are called on."""
+
+
+def _changed(tree: ast.AST) -> Iterator[str]:
+    """Attributes that code assigns to, fills or empties, as they are written."""
+    for node in ast.walk(tree):
+        targets = [*node.targets] if isinstance(node, ast.Assign | ast.Delete) else [getattr(node, "target", None)]
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGING:
+            targets = [node.func.value]
+        for target in targets:
+            changed = target.value if isinstance(target, ast.Subscript) else target
+            if isinstance(changed, ast.Attribute):
+                yield ast.unparse(changed)
+
+
+def test_the_state_of_a_unit_is_changed_in_the_files_that_its_docstring_names() -> None:
+    unit = next(n for n in ast.walk(_tree(OF_UNITS)) if isinstance(n, ast.ClassDef) and n.name == "Unit")
+    state = {one.replace("self.", "unit.") for one in _changed(unit)} | {"unit.pre_hook", "unit.post_hook"}
+    changing = {file for file in FILES if file != OF_UNITS and not state.isdisjoint(_changed(_tree(file)))}
+    assert changing == set(re.findall(r"`([\w/]+\.py)`", ast.get_docstring(unit) or ""))
+
+
 @pytest.mark.skipif(not (PACKAGE.parent / ".git").exists(), reason="not a clone")
 def test_the_top_level_has_what_belongs_there_and_no_more() -> None:
     listed = subprocess.run(["git", "ls-files"], cwd=PACKAGE.parent, capture_output=True, text=True, check=True)

@@ -110,6 +110,9 @@ class Model:
 class Unit:
     """The parameters of one call of FSDP2's `fully_shard`: gathered, reduced and freed together.
 
+    Its state is changed in this file. `fsdp2/take_over.py` sets `is_in_part`, `pre_hook` and `post_hook`,
+    `explain/stand_in.py` sets `pre_hook`, and `lower/region.py` fills `compiled_regions`.
+
     Attributes:
         model: The model that it is a part of.
         state: FSDP2's.
@@ -121,7 +124,7 @@ class Unit:
         pre_hook: FSDP2's.
         post_hook: FSDP2's.
         is_in_part: Whether the last forward read it in a graph of a part of the model, whose root ran in Python.
-        compiled_regions: Its compiled graphs, by the parameter groups that they read; `lower` fills it.
+        compiled_regions: Its compiled graphs, by the parameter groups that they read.
     """
 
     pre_hook: fsdp2.PreHook

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import RankMismatchError, fully_shard, units
 from fsdp_compile.comm.groups import rank_store
@@ -23,7 +22,7 @@ from fsdp_compile.lower.region import regions_of
 from fsdp_compile.passes.follow_order import CannotFollowError, FollowOrder
 from tests import long
 from tests.models.kinds import Slim
-from tests.numerics.one_process.measure import batches, gradient_difference
+from tests.numerics.one_process.measure import gradient_difference
 from tests.ranks import on_ranks, run_ranks
 from tests.two_sides import loss_of
 
@@ -365,68 +364,6 @@ def test_a_rank_that_is_refused_alone_goes_on_with_the_graphs_that_it_has() -> N
     assert len(torch.compile(other, backend="fsdp", options=options)(torch.ones(4, 32))) == 4
 
 
-class _Expert(nn.Sequential):
-    """A forward of its own: in place torch 2.11 compiles nothing of a module of its own classes."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self:
-            x = layer(x)
-        return x
-
-
-class _Mixture(nn.Module):
-    """Positive rows go to one expert, the others to another; the choice runs in Python, the experts are compiled."""
-
-    skips_empty = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(_Expert(nn.Linear(32, width), nn.Linear(width, 32)) for width in (8, 9))
-        self.head = _Expert(nn.Linear(32, 3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        chosen = (x[:, 0] <= 0).long()
-        y = x.clone()
-        for number, expert in enumerate(self.experts):
-            rows = (chosen == number).nonzero().flatten()
-            if rows.numel() or not self.skips_empty:
-                y = y.index_add(0, rows, expert(x[rows]))
-        return self.head(y)
-
-
-def _mine(batch: torch.Tensor) -> torch.Tensor:
-    return batch.chunk(dist.get_world_size())[dist.get_rank()]
-
-
-@pytest.mark.core
-@on_ranks(timeout_s=100)
-def test_an_expert_without_rows_is_called_with_none_or_the_error_says_so() -> None:
-    """The first expert has no rows on rank 1: once it is called there with none, once it is not called."""
-    torch.manual_seed(0)
-    (batch,) = batches(1, 8)
-    batch[:, 0] = torch.tensor([1.0, -1, 1, -1, -1, -1, -1, -1])
-    model = _Mixture()
-    reference = copy.deepcopy(model)
-    for part in (*model.experts, model.head):
-        fully_shard(part)
-        part.compile(backend="fsdp", options={"lower": "eager"})
-    fully_shard(model)
-    loss_of(model(_mine(batch))).backward()
-    loss_of(reference(batch)).backward()
-    difference = gradient_difference(model, reference)
-
-    other = _Mixture()
-    other.skips_empty = True
-    for part in (*other.experts, other.head):
-        fully_shard(part)
-        part.compile(backend="fsdp", options={"lower": "eager", "prefetch": 2})
-    torch._dynamo.reset()
-    with pytest.raises(Exception, match="compile different collectives") as caught:
-        other(_mine(batch))
-    assert difference < 1e-6
-    assert "called there all the same, with an empty tensor" in str(caught.value)
-
-
 class _Steps(nn.Module):
     """A state that begins as a parameter: where its read comes in a graph depends on the number of rows."""
 
@@ -485,37 +422,3 @@ def test_a_rank_that_cannot_follow_ends_all_by_name() -> None:
     message = str(caught.value)
     assert "rank 0 and rank 1 compile different collectives" in message
     assert "options={'prefetch': 1}" in message
-
-
-class _Checkpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(3, 6), nn.Linear(6, 6), nn.Linear(6, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.c(checkpoint(self.b, self.a(x), use_reentrant=False))
-        return y
-
-
-def _without_rows(*steps: tuple[int, int]) -> float:
-    """Trains with the rows of each rank in each step."""
-    torch.manual_seed(0)
-    model = _Checkpointed()
-    reference = copy.deepcopy(model)
-    compiled = torch.compile(model, backend="fsdp", options={"lower": "eager"})
-    worst = 0.0
-    for rows in steps:
-        every = [torch.randn(count, 3, 3) for count in rows]
-        compiled(every[dist.get_rank()]).square().sum().backward()
-        torch.stack([reference(batch).square().sum() for batch in every]).mean().backward()
-        worst = max(worst, gradient_difference(model, reference))
-    return worst
-
-
-ROWS = [[(0, 3)], [(3, 0)], [(2, 2), (2, 0), (0, 2)]]
-
-
-@pytest.mark.core
-@long.parametrize("steps", ROWS, always=ROWS[-1:], ids=str)
-def test_a_rank_without_rows_computes_again_what_the_others_do(steps: list[tuple[int, int]]) -> None:
-    assert max(run_ranks(_without_rows, *steps, timeout_s=60)) < 1e-5
