@@ -15,9 +15,8 @@ import torch.distributed as dist
 from torch import fx
 
 from fsdp_compile._torch.distributed import collectives, resolve_group
-from fsdp_compile.cost.formulas import share_of_others
 from fsdp_compile.cost.hardware import Hardware
-from fsdp_compile.cost.links import Link
+from fsdp_compile.cost.links import Link, share_of_others
 from fsdp_compile.cost.sizes import result_bytes, tensor_bytes, tensors_of
 from fsdp_compile.ir.graph import Role, record_of, require, role_of
 from fsdp_compile.layout.hosts import GroupRanks
@@ -126,7 +125,7 @@ def communication(node: fx.Node, hardware: Hardware) -> Communication:
 
 EXCHANGED = (LOOK_UP, REDUCE_ROWS, AVERAGE_ROWS)
 """Operators that exchange rows, as markers and behind the passes."""
-ROUNDS = 3
+_ROUNDS = 3
 """Collectives of an exchange: how many rows each rank wants of each other, which ones, and the rows."""
 
 
@@ -139,7 +138,7 @@ def exchange(node: fx.Node, spec: UnshardSpec, hardware: Hardware) -> Communicat
     size_bytes = result_bytes(rows) + sum(8 * tensor_bytes(t) // t.element_size() for t in tensors_of(ids))
     sent = _over(spec.shard_ranks, hardware, Kind.EXCHANGE, size_bytes, group=spec.group)
     # The rounds before the rows send next to nothing: latency alone.
-    rounds_us = (ROUNDS - 1) * hardware.collective_us(Kind.EXCHANGE.value, 0, spec.shard_ranks)
+    rounds_us = (_ROUNDS - 1) * hardware.collective_us(Kind.EXCHANGE.value, 0, spec.shard_ranks)
     return dataclasses.replace(sent, alone_us=sent.alone_us + rounds_us)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -14,10 +13,9 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from fsdp_compile.cost.communicate import is_own
 from fsdp_compile.cost.devices import Device
-from fsdp_compile.cost.formulas import maximum, minimum, roofline_us
 from fsdp_compile.cost.fusion import Kernels, is_fusible, launches_nothing, shares_memory
 from fsdp_compile.cost.hardware import Hardware
-from fsdp_compile.cost.sizes import NUMBERS, Sizes, concrete, tensors_of
+from fsdp_compile.cost.sizes import concrete, result_bytes, tensor_bytes, tensors_of
 from fsdp_compile.ir.graph import record_of
 
 
@@ -58,17 +56,11 @@ aten = torch.ops.aten
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
-    """What one node does; a multiply and an add are two FLOPs, and `dtype` is that in which it multiplies."""
-
-    flops: Any
-    size_bytes: Any
-    dtype: torch.dtype | None
-
-
-@dataclasses.dataclass(frozen=True)
 class NodeCost:
-    """What one node costs; `time_us` is the device's own estimate, or measured, or the roofline of the two others."""
+    """What one node costs; a multiply and an add are two FLOPs.
+
+    `time_us` is the device's own estimate, or measured, or the roofline of the two others.
+    """
 
     flops: int
     size_bytes: int
@@ -91,31 +83,6 @@ def node_costs(
     """
     device = hardware.device
     costs = dict.fromkeys(graph.nodes if wanted is None else wanted, FREE)
-    for node, work in node_work(graph, kernels, wanted=wanted).items():
-        time_us = 0.0 if is_own(node) else _known_us(node, device, kernels)  # it takes time on its link
-        if time_us is None:
-            rate = device.flops_per_s(work.dtype)
-            time_us = roofline_us(work.flops, work.size_bytes, rate, device.bytes_per_s)
-        costs[node] = NodeCost(work.flops, work.size_bytes, time_us)
-    return costs
-
-
-def _known_us(node: fx.Node, device: Device, kernels: Kernels) -> float | None:
-    """A time that is better than the roofline: the device's estimate, else a measurement."""
-    estimated = None if device.estimate is None else device.estimate(node)
-    if estimated is not None:
-        return estimated
-    return device.measured.get(signature_of(node)) if device.measured and runs_alone(node, kernels) else None
-
-
-def node_work(
-    graph: fx.Graph, kernels: Kernels, sizes: Sizes = NUMBERS, *, wanted: Collection[fx.Node] | None = None
-) -> dict[fx.Node, Work]:
-    """What every node does that launches something, or every one in a kernel with one of `wanted`.
-
-    `sizes` says whether sizes are numbers or expressions.
-    """
-    found = {}
     asked = None if wanted is None else {kernels.of[node] for node in wanted if node in kernels.of}
     read: dict[int, set[fx.Node]] = {}
     maker: dict[fx.Node, fx.Node] = {}  # of the memory that a node's result lies in
@@ -130,45 +97,62 @@ def node_work(
             views.setdefault(maker[view], []).append(view)
         sources = views.keys() - kernels.inner - seen
         seen |= sources
-        size_bytes = sum(_read_bytes(node, views[source], sizes) for source in sources)
-        size_bytes += 0 if node in kernels.inner else sizes.total(node)
-        found[node] = Work(count_flops(node, sizes), size_bytes, _dtype(node))
-    return found
+        size_bytes = sum(_read_bytes(node, views[source]) for source in sources)
+        size_bytes += 0 if node in kernels.inner else result_bytes(node)
+        flops = _flops(node)
+        time_us = 0.0 if is_own(node) else _known_us(node, device, kernels)  # it takes time on its link
+        if time_us is None:
+            time_us = roofline_us(flops, size_bytes, device.flops_per_s(multiplied_dtype(node)), device.bytes_per_s)
+        costs[node] = NodeCost(flops, size_bytes, time_us)
+    return costs
 
 
-def count_flops(node: fx.Node, sizes: Sizes = NUMBERS) -> Any:
+def roofline_us(flops: float, size_bytes: float, flops_per_s: float, bytes_per_s: float) -> float:
+    """Time of a kernel that computes and moves memory at once."""
+    return max(flops * 1e6 / flops_per_s, size_bytes * 1e6 / bytes_per_s)
+
+
+def _known_us(node: fx.Node, device: Device, kernels: Kernels) -> float | None:
+    """A time that is better than the roofline: the device's estimate, else a measurement."""
+    estimated = None if device.estimate is None else device.estimate(node)
+    if estimated is not None:
+        return estimated
+    return device.measured.get(signature_of(node)) if device.measured and runs_alone(node, kernels) else None
+
+
+def _flops(node: fx.Node) -> int:
     """FLOPs by torch's own formulas; 0 for operators without one, which are bound by memory."""
     packet = getattr(node.target, "overloadpacket", node.target)
     if packet in _ATTENTION:
         formula, factors, position = _ATTENTION[packet]
-        flops = formula(*(tuple(map(sizes.number, sizes.values(arg).shape)) for arg in node.args[:factors]))
+        flops = formula(*(tuple(map(concrete, value_of(arg).shape)) for arg in node.args[:factors]))
         causal = node.args[position] if len(node.args) > position else node.kwargs.get("is_causal", False)
         return flops // 2 if causal is True else flops  # the kernel skips what the mask hides
     counted = flop_registry.get(packet)
     if counted is None:
         return 0
-    args, kwargs = tree_map(sizes.values, (node.args, node.kwargs))
-    return sizes.number(counted(*args, **kwargs, out_val=sizes.values(node)))
+    args, kwargs = tree_map(value_of, (node.args, node.kwargs))
+    return concrete(counted(*args, **kwargs, out_val=value_of(node)))
 
 
 # Attention as traced on the CPU, also for devices with flash kernels; torch has no formula for it.
-_ATTENTION: dict[Any, tuple[Callable[..., Any], int, int]] = {
+_ATTENTION: dict[Any, tuple[Callable[..., int], int, int]] = {
     aten._scaled_dot_product_flash_attention_for_cpu: (sdpa_flop_count, 3, 4),
     aten._scaled_dot_product_flash_attention_for_cpu_backward: (sdpa_backward_flop_count, 4, 7),
 }
 """A formula, of how many of the first arguments, and the position of `is_causal`."""
 
 
-def _read_bytes(reader: fx.Node, views: Sequence[fx.Node], sizes: Sizes) -> Any:
+def _read_bytes(reader: fx.Node, views: Sequence[fx.Node]) -> int:
     """Bytes that a reader takes from one memory through `views`."""
-    size: Any = functools.reduce(maximum, (piece for view in views for piece in sizes.pieces(view)), 0)
+    size = max((tensor_bytes(tensor) for view in views for tensor in tensors_of(view)), default=0)
     # A lookup reads only the rows that it returns.
     if getattr(reader.target, "overloadpacket", None) in (aten.embedding, aten.index, aten.gather):
-        return minimum(size, sizes.total(reader))
+        return min(size, result_bytes(reader))
     return size
 
 
-def _dtype(node: fx.Node) -> torch.dtype | None:
+def multiplied_dtype(node: fx.Node) -> torch.dtype | None:
     """The dtype in which a matmul multiplies: the narrowest of its inputs.
 
     A bias, scales of 8-bit factors, and the logarithms that attention saves are wider, and are not multiplied.

@@ -10,7 +10,6 @@ import torch
 
 from fsdp_compile.config.choices import check_name, check_rate
 from fsdp_compile.cost.devices import DEVICES, Device, device_reported_as
-from fsdp_compile.cost.formulas import minimum
 from fsdp_compile.cost.links import LINKS, Link, MeasuredCollective, Port, Quantity, make_link
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.ir.graph import Role, StepGraph, require
@@ -80,23 +79,23 @@ class Hardware:
     @property
     def local_size(self) -> int:
         """Ranks of a host."""
-        return self.ranks_per_host or launched_per_host() or self.device.per_host.value
+        return self.ranks_per_host or launched_per_host() or int(self.device.per_host.value)
 
     def link_of(self, group: GroupRanks) -> Link:
         """The link that the collectives of a group are sent on."""
         is_near = self.link.port is not Port.GROUP and group.on_one_host(self.local_size) == group.size
         return self.device.near if is_near else self.link
 
-    def bytes_per_s(self, group: GroupRanks) -> Any:
+    def bytes_per_s(self, group: GroupRanks) -> float:
         """Bytes per second that each rank of a group sends in a large collective."""
         link, on_one_host = self.link_of(group), group.on_one_host(self.local_size)
         rate = link.ring_bytes_per_s(on_one_host, self.local_size)
         if link.port is Port.GROUP or on_one_host == 1:
             return rate
         # A ring over hosts also passes between the ranks on each of them.
-        return minimum(rate, self.device.near.bytes_per_s)
+        return min(rate, self.device.near.bytes_per_s)
 
-    def collective_us(self, kind: str, sent_bytes: Any, group: GroupRanks) -> Any:
+    def collective_us(self, kind: str, sent_bytes: float, group: GroupRanks) -> float:
         """Time of a collective of `kind` ("all-gather") alone on its link: measured, or by the formula."""
         link = self.link_of(group)
         table = link.table(kind, group.size, group.on_one_host(self.local_size))

@@ -5,9 +5,8 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import enum
-from typing import Any
+import math
 
-from fsdp_compile.cost.formulas import log2
 from fsdp_compile.errors import ConfigError
 
 
@@ -16,11 +15,10 @@ class Quantity:
     """A number with its source.
 
     Attributes:
-        value: A number, or a sympy expression where a formula is to stay open.
         source: Where the number comes from; "assumed" if it was not measured.
     """
 
-    value: Any
+    value: float
     unit: str
     source: str
 
@@ -95,11 +93,11 @@ class Link:
     measured: tuple[MeasuredCollective, ...] = dataclasses.field(default=(), repr=False)
 
     @property
-    def bytes_per_s(self) -> Any:
+    def bytes_per_s(self) -> float:
         """Bytes per second of a large message through one port."""
         return self.rate.value * self.rate_share.value
 
-    def ring_bytes_per_s(self, on_one_host: int, ranks_per_host: int) -> Any:
+    def ring_bytes_per_s(self, on_one_host: int, ranks_per_host: int) -> float:
         """Bytes per second that a rank sends in a ring with so many of a host's ranks, others being in rings alike."""
         match self.port:
             case Port.GROUP:
@@ -109,20 +107,25 @@ class Link:
             case Port.HOST:
                 return self.bytes_per_s * min(1.0, on_one_host / ranks_per_host)
 
-    def table(self, kind: str, ranks: Any, on_one_host: int) -> MeasuredCollective | None:
+    def table(self, kind: str, ranks: int, on_one_host: int) -> MeasuredCollective | None:
         """Measured times of a kind of collective in a group, if there are any."""
         for table in self.measured:
             if (table.kind, table.ranks) == (kind, ranks) and table.on_one_host in (None, on_one_host):
                 return table
         return None
 
-    def formula_us(self, sent_bytes: Any, ranks: Any, bytes_per_s: Any) -> Any:
+    def formula_us(self, sent_bytes: float, ranks: int, bytes_per_s: float) -> float:
         """Time of a collective by the formula: latency, then what each rank sends at so many bytes per second."""
-        return self.launch.value + self.hop.value * log2(ranks) + sent_bytes * 1e6 / bytes_per_s
+        return self.launch.value + self.hop.value * math.log2(ranks) + sent_bytes * 1e6 / bytes_per_s
 
-    def copy_us(self, size_bytes: Any) -> Any:
+    def copy_us(self, size_bytes: float) -> float:
         """Time of a copy between host and device."""
         return self.launch.value + size_bytes * 1e6 / self.bytes_per_s
+
+
+def share_of_others(ranks: int) -> float:
+    """Share of a sharded whole that is on the other ranks: `(N-1)/N`."""
+    return (ranks - 1) / ranks
 
 
 _LINK_SHARE = "assumed; nccl-tests bus bandwidth of large messages is reported between 0.8 and 0.95"
@@ -130,7 +133,7 @@ _NETWORK_SHARE = "323 GB/s all-gather bus bandwidth reported on 4 hosts of 8 H10
 _LATENCY = "assumed; order of magnitude of nccl-tests at small sizes, growing with log2 of the ranks"
 
 
-def make_link(name: str, gb_per_s: Any, source: str, port: Port = Port.GROUP) -> Link:
+def make_link(name: str, gb_per_s: float, source: str, port: Port = Port.GROUP) -> Link:
     """A link of `gb_per_s` (1e9 byte/s, one direction of one port), with assumed efficiency and latency."""
     share = Quantity(0.9, "share of rate", _LINK_SHARE)
     if port is Port.RANK:

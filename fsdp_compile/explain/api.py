@@ -50,7 +50,7 @@ def explain(
             as one graph in which each unit is gathered while the one before it computes, and reduced while the next one
             does, as the graphs of blocks are; else as a whole.
         hardware: What times are estimated for; by default that of `options`, or hosts of H100 with 400 Gb/s per device.
-        dims: Dimensions of the inputs that stay open, so that `Plan.at` and `Plan.formulas` take other sizes of them:
+        dims: Dimensions of the inputs that stay open, so that `Plan.at` takes other sizes of them:
             `{"batch": 0, "sequence": 1}` for every tensor argument with so many dimensions, or, where only some have
             it, `{"sequence": {"input_ids": 1, "labels": 1}}`. Python numbers among the arguments stay as they are.
         **kwargs: Keyword arguments of its forward.

@@ -25,11 +25,8 @@ from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.explain.stand_in import hollow
 from fsdp_compile.ir.graph import StepGraph
 
-BATCH: Final = sympy.Symbol("batch", integer=True, positive=True)
-"""Size of the dimension of inputs that is named "batch"."""
-SEQUENCE: Final = sympy.Symbol("sequence", integer=True, positive=True)
-"""Size of the dimension of inputs that is named "sequence"."""
-SYMBOLS: Final = {"batch": BATCH, "sequence": SEQUENCE}
+SYMBOLS: Final = {name: sympy.Symbol(name, integer=True, positive=True) for name in ("batch", "sequence")}
+"""Names that a dimension of the inputs can have, each with the symbol of its size."""
 Dims = Mapping[str, int | Mapping[str, int]]
 """By name of a size, its dimension in every tensor argument that has so many, or in each argument that is named."""
 T = TypeVar("T")
@@ -132,8 +129,6 @@ def _size(name: str, arguments: Iterable[tuple[str, Any]], of: int | Mapping[str
     return next(iter(found.values()))
 
 
-OPEN: Final = "open"
-"""Key of a closed graph's `meta` for a node's value before sizes became numbers."""
 Symbolic = torch.SymInt | torch.SymFloat | torch.SymBool
 _PLAIN: Final[dict[type, type]] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 
@@ -171,10 +166,6 @@ class OpenSizes:
                 )
         return cls(names, found)
 
-    def expression(self, number: Any) -> Any:
-        """A size as an expression of our symbols; numbers stay as they are."""
-        return number.node.expr.xreplace(self.names) if isinstance(number, Symbolic) else number
-
     def number(self, number: Any, sizes: Mapping[str, int]) -> Any:
         """A size as the number that it has with given sizes.
 
@@ -183,7 +174,7 @@ class OpenSizes:
         """
         if not isinstance(number, Symbolic):
             return number
-        value = self.expression(number).xreplace(_values(sizes))
+        value = number.node.expr.xreplace(self.names).xreplace(_values(sizes))
         if value.free_symbols:
             raise UnsupportedModelError(
                 f"the size {value} of a value in the graph depends on data",
@@ -228,7 +219,6 @@ def closed(step: StepGraph, sizes_of: OpenSizes, sizes: Mapping[str, int]) -> St
             if isinstance(value, Symbolic):
                 numbers[node] = sizes_of.number(value, sizes)
             elif any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value)):
-                node.meta[OPEN] = value
                 node.meta["val"] = tree_map_only(torch.Tensor, resized, value)
     _drop_numbers(copied.output)
     for node in reversed(numbers):

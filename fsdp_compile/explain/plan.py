@@ -17,7 +17,6 @@ from fsdp_compile.explain.tables import as_text, parts
 from fsdp_compile.ir.graph import Phase, StepGraph
 
 if TYPE_CHECKING:
-    from fsdp_compile.explain.formulas import Formulas
     from fsdp_compile.explain.rescale import Traced
 
 
@@ -33,7 +32,7 @@ class Plan:
         numbers: What times were estimated with, and where each number comes from.
         sizes: Of the dimensions that were open when the model was traced, by name.
         traced: The graphs before the passes, for `at`; `None` for a model that has run.
-        steps: For each region the graphs after the passes, for `formulas`; none for a model that has run.
+        steps: For each region the graphs after the passes, for `measured`; none for a model that has run.
     """
 
     title: str
@@ -134,14 +133,6 @@ class Plan:
         given = {"batch": batch, "sequence": sequence}
         sizes = {name: size for name, size in given.items() if size is not None}
         return self.origin("Plan.at(...)").at(self, world_size, gb_per_s, sizes)
-
-    def formulas(self) -> Formulas:
-        """Bytes and times as formulas of ranks, link, batch and sequence, for the same choices as in this plan.
-
-        Raises:
-            ConfigError: If the model has run, or its mesh has two dimensions or is a part of the world.
-        """
-        return self.origin("Plan.formulas()").formulas(self)
 
     def origin(self, where: str) -> Traced:
         """The graphs before the passes; raises `ConfigError` for a model that has run, which has none."""

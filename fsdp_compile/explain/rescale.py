@@ -20,7 +20,6 @@ from fsdp_compile.cost.hardware import Hardware, hardware
 from fsdp_compile.cost.memory import bytes_beside
 from fsdp_compile.errors import BudgetTooSmallError, ConfigError
 from fsdp_compile.explain.build import build_plan
-from fsdp_compile.explain.formulas import Formulas, formulas
 from fsdp_compile.explain.open_sizes import SYMBOLS, closed
 from fsdp_compile.explain.plan import Plan
 from fsdp_compile.explain.trace import TracedRegion
@@ -41,7 +40,6 @@ aten = torch.ops.aten
 _RECOMPUTED = (
     "how many blocks are computed again in backward for the budget was chosen when the model was traced, for {} ranks"
 )
-_LOW_BITS = "which parameters are sent in 8 bits depends on the number of ranks"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,19 +187,6 @@ class Traced:
         made = build_plan(self.model, units, regions, world_size=ranks, hardware=planned_for, fusion=fusion)
         return dataclasses.replace(made, sizes=dict(sizes), traced=self, steps=tuple(map(tuple, regions)))
 
-    def formulas(self, plan: Plan) -> Formulas:
-        """See `Plan.formulas`."""
-        if any(self._other_meshes()):
-            raise ConfigError(
-                "formulas are made of a plan by explain() for a plain model on a 1-D mesh of all ranks",
-                where="Plan.formulas()",
-                instead="explain() the plain model before it is sharded",
-            )
-        if self._may_send_low_bits():
-            instead = "explain() in a world of each size, or without gather_dtype"
-            raise ConfigError(_LOW_BITS, where="Plan.formulas()", instead=instead)
-        return formulas(plan, self)
-
     def _refuse(self, ranks: int) -> None:
         """Refuses numbers of ranks for which the plan does not follow from what was traced."""
         if ranks < 1:
@@ -222,8 +207,9 @@ class Traced:
                 yield f"{one}parameters that are cast where they are read, as in torch.autocast, are cast before"
         if any(region.recomputed for region in self.regions):
             yield _RECOMPUTED.format(self.world_size)
-        if self._may_send_low_bits():
-            yield _LOW_BITS
+        formats = [param.spec.gather_format for unit in self.units for param in unit.params]
+        if getattr(self.options.mp_policy, "gather_dtype", None) is not None or any(formats):
+            yield "which parameters are sent in 8 bits depends on the number of ranks"
 
     def _casts_before_gathers(self) -> bool:
         own = {slot.name: slot.spec.param_dtype for unit in self.units for slot in unit.params}
@@ -233,12 +219,6 @@ class Traced:
         reads = [node for step in steps for node in step.graph.find_nodes(op="call_function", target=UNSHARD)]
         cast_before = any(spec.param_dtype.itemsize < own[name].itemsize for name, spec in sent)
         return cast_before or any(casts_of(read) for read in reads)
-
-    def _may_send_low_bits(self) -> bool:
-        """Whether some parameters are sent in 8 bits or fewer, if the share of a rank is large enough."""
-        return getattr(self.options.mp_policy, "gather_dtype", None) is not None or any(
-            param.spec.gather_format for unit in self.units for param in unit.params
-        )
 
     def _other_meshes(self) -> Iterator[str]:
         """Of meshes of which one number of ranks does not say how they change."""

@@ -13,9 +13,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from torch import fx
 
 from fsdp_compile.cost.communicate import EXCHANGED, Kind, communication, copy_of, exchange
-from fsdp_compile.cost.formulas import share_of_others
 from fsdp_compile.cost.fusion import Fusion, plan_kernels, shares_memory
 from fsdp_compile.cost.hardware import Hardware
+from fsdp_compile.cost.links import share_of_others
 from fsdp_compile.cost.memory import Memory, memory_of
 from fsdp_compile.cost.sizes import result_bytes
 from fsdp_compile.cost.timeline import times_us, waits_of

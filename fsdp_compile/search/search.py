@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from fsdp_compile.cost.devices import DEVICES
-from fsdp_compile.cost.formulas import roofline_us, share_of_others
+from fsdp_compile.cost.links import share_of_others
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.explain.api import as_blocks, traced_model
 from fsdp_compile.explain.open_sizes import open_inputs
@@ -180,7 +180,7 @@ class Search:
         """Time of the optimizer: it reads parameter, gradient and state, and writes parameter and state."""
         device = self.ask.hardware.device if choice.offload is Offload.NOTHING else DEVICES["cpu"]
         moved = (3 + 2 * self.ask.states) * spent.trained_bytes
-        return float(roofline_us(0, moved, 1.0, device.bytes_per_s))
+        return moved * 1e6 / device.bytes_per_s
 
     def _share_again(self, choice: Choice) -> float:
         """The share of blocks that a micro-batch computes again where each rank holds the least parameters."""

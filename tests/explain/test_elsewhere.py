@@ -17,7 +17,6 @@ from fsdp_compile.cost.hardware import hardware
 from fsdp_compile.errors import BudgetTooSmallError, ConfigError
 from fsdp_compile.explain import api
 from fsdp_compile.explain.api import explain
-from fsdp_compile.explain.formulas import GB_PER_S, RANKS
 from fsdp_compile.explain.plan import Plan
 from tests import long
 from tests.fake_world import fake_world
@@ -78,16 +77,6 @@ def test_a_link_can_be_exchanged_together_with_the_ranks_and_back(plan: Plan) ->
     assert elsewhere.at(world_size=4, gb_per_s=50.0) == plan
 
 
-@long.parametrize("ranks", [2, 3, 64, 1000], always=[3, 1000])
-def test_formulas_give_the_numbers_of_the_plan_there(odd: Plan, ranks: int) -> None:
-    formulas, there = odd.formulas(), odd.at(world_size=ranks, gb_per_s=7.0)
-    values = {RANKS: ranks, GB_PER_S: 7.0}
-    assert formulas.shard_bytes.subs(values) == sum(unit.shard_bytes for unit in there.units)
-    assert float(formulas.sent_bytes.subs(values)) == pytest.approx(there.volume.total_bytes)
-    spent = sum(graph.communication_us for graph in there.graphs)
-    assert float(formulas.communication_us.subs(values).evalf()) == pytest.approx(spent)
-
-
 def _read_otherwise(kind: str, ranks: int) -> Plan:
     """A plan of a model whose parameters are read in another dtype than their unit says."""
     model, x = on_meta(Stack)
@@ -96,14 +85,6 @@ def _read_otherwise(kind: str, ranks: int) -> Plan:
     model.train(kind == "autocast")
     with torch.autocast("cpu", torch.bfloat16) if kind == "autocast" else contextlib.nullcontext():
         return explain(model, x, world_size=ranks, options=options, hardware=hardware(link=7.0))
-
-
-@pytest.mark.parametrize("kind", ["autocast", "eval"])
-def test_formulas_are_of_the_dtypes_that_graphs_read(kind: str) -> None:
-    plan = _read_otherwise(kind, 8)
-    found = plan.formulas().at(ranks=8, gb_per_s=7.0)
-    assert found["sent_bytes"] == pytest.approx(plan.volume.total_bytes)
-    assert found["communication_us"] == pytest.approx(sum(graph.communication_us for graph in plan.graphs))
 
 
 class Looked(nn.Module):
@@ -161,8 +142,6 @@ def test_a_part_of_the_world_does_not_grow_with_it() -> None:
         assert plan.at(gb_per_s=50.0).units == plan.units
         with pytest.raises(ConfigError, match="sharded over 4 of 16 ranks"):
             plan.at(world_size=32)
-        with pytest.raises(ConfigError, match="1-D mesh of all ranks"):
-            plan.formulas()
 
 
 def test_nothing_is_traced_again(plan: Plan) -> None:

@@ -14,7 +14,6 @@ from fsdp_compile.cost.hardware import hardware
 from fsdp_compile.cost.memory import Holder
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.explain.api import explain
-from fsdp_compile.explain.open_sizes import BATCH, SEQUENCE
 from fsdp_compile.explain.plan import Plan
 from fsdp_compile.training.model import Llama, ModelShape
 
@@ -77,30 +76,13 @@ def test_a_size_of_one_is_open_as_any_other(plan: Plan) -> None:
 
 
 @pytest.mark.core
-def test_formulas_are_the_numbers_of_the_plan_there(plan: Plan) -> None:
-    formulas = plan.formulas()
-    for batch, sequence in ((4, 64), (16, 32), (3, 7)):
-        there = plan.at(batch=batch, sequence=sequence)
-        found = formulas.at(ranks=RANKS, gb_per_s=50.0, batch=batch, sequence=sequence)
-        assert found["flops"] == sum(g.flops for g in there.graphs)
-        assert found["compute_us"] == pytest.approx(sum(g.compute_us for g in there.graphs))
-        assert found["communication_us"] == pytest.approx(sum(g.communication_us for g in there.graphs))
-        saved = there.forward[0].memory.live_bytes[Holder.SAVED][-1]
-        assert found["saved_bytes"] == saved
-    tokens = BATCH * SEQUENCE
-    assert formulas.saved_bytes.as_coefficients_dict().keys() == {tokens}
-    assert formulas.flops.free_symbols == {BATCH, SEQUENCE}
-
-
-@pytest.mark.long
-def test_peaks_as_formulas_hold_in_ranks_and_sizes_while_the_order_stays() -> None:
-    plan = _explain(4, 64, OPEN, prefetch=1)
-    formulas = plan.formulas()
-    for ranks, batch, sequence in ((8, 4, 64), (8, 64, 64), (4, 2, 16), (2, 8, 32)):
-        there = plan.at(world_size=ranks, batch=batch, sequence=sequence)
-        found = formulas.at(ranks=ranks, gb_per_s=50.0, batch=batch, sequence=sequence)
-        assert found["peak_bytes"] == there.peak_bytes
-        assert found["shard_bytes"] == sum(unit.shard_bytes for unit in there.units)
+def test_memory_and_work_grow_with_the_tokens(plan: Plan) -> None:
+    there = plan.at(batch=8)
+    for here, larger in zip(plan.graphs, there.graphs, strict=True):
+        assert larger.flops == 2 * here.flops
+    saved = [one.forward[0].memory.live_bytes[Holder.SAVED][-1] for one in (plan, there)]
+    assert saved[1] == 2 * saved[0]
+    assert there.volume == plan.volume
 
 
 @pytest.mark.long
@@ -115,8 +97,6 @@ def test_names_and_dimensions_are_checked(plan: Plan) -> None:
         plan.at(batch=0)
     with pytest.raises(ConfigError, match=r"was a number(?s:.*)dims=\{\"batch\": 0\}"):
         _explain(4, 64, {"sequence": 1}).at(batch=8)
-    with pytest.raises(ConfigError, match=r"formulas are of batch, gb_per_s, ranks, sequence"):
-        plan.formulas().at(ranks=8)
 
 
 def test_a_size_beyond_what_the_model_can_do_names_the_line(plan: Plan) -> None:

@@ -44,7 +44,6 @@ def test_backward_runs_beside_the_shards_and_inputs_that_it_does_not_read() -> N
         assert set(graph.memory.live_bytes[Holder.INPUT]) == {4 * ROWS * WIDTH}
     there = plan.at(world_size=4)
     assert max(there.backward[0].memory.live_bytes[Holder.SHARD]) == shards // 2
-    assert plan.formulas().at(ranks=2, gb_per_s=50)["peak_bytes"] == plan.peak_bytes
 
 
 def test_a_budget_has_room_for_them() -> None:
@@ -74,4 +73,3 @@ def test_graphs_of_other_regions_are_in_memory() -> None:
     assert (last.phase, last.region) == (Phase.BACKWARD, 0)
     ended = broken.backward[0].memory.live_bytes[Holder.SHARD_GRADIENT][-1]
     assert last.memory.live_bytes[Holder.SHARD_GRADIENT][0] == ended > 0
-    assert broken.formulas().at(ranks=2, gb_per_s=50)["peak_bytes"] == broken.peak_bytes
