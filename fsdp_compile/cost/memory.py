@@ -57,13 +57,11 @@ class Buffer:
 
     Attributes:
         node: The node that allocates it.
-        result: Its position among the tensors of the node's results.
         first: Position of the node that allocates it; 0 for inputs.
         last: Position of the last node that needs it.
     """
 
     node: fx.Node
-    result: int
     size_bytes: int
     holder: Holder
     first: int
@@ -177,11 +175,7 @@ class _Walk:
         value = node.meta.get("val")
         # A result may be `None` (the gradient of an input that needs none), and still has a place among the results.
         results = [tensors_of_value(result) for result in (value if isinstance(value, tuple | list) else [value])]
-        number = itertools.count()
-        of_each = [
-            tuple(Buffer(node, next(number), tensor_bytes(t), holder, position, position) for t in each)
-            for each in results
-        ]
+        of_each = [tuple(Buffer(node, tensor_bytes(t), holder, position, position) for t in each) for each in results]
         made = [buffer for held in of_each for buffer in held]
         self.buffers += made
         if role in _STARTS or is_own(node):
@@ -210,7 +204,7 @@ class _Walk:
         return tuple(self._carry(buffer) for buffer in earlier)
 
     def _hold(self, node: fx.Node, holder: Holder, last: int) -> Held:
-        held = tuple(Buffer(node, i, tensor_bytes(t), holder, 0, last) for i, t in enumerate(tensors_of(node)))
+        held = tuple(Buffer(node, tensor_bytes(t), holder, 0, last) for t in tensors_of(node))
         self.buffers += held
         return held
 

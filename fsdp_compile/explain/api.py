@@ -23,7 +23,8 @@ from fsdp_compile.explain.trace import trace
 from fsdp_compile.explain.units import units_of
 from fsdp_compile.fsdp2.module_class import user_class
 from fsdp_compile.fsdp2.take_over import model_of
-from fsdp_compile.lower.region import regions_of
+from fsdp_compile.fsdp2.unit import Model
+from fsdp_compile.lower.region import CompiledRegion, regions_of
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.passes.settings import FUSION
 
@@ -84,7 +85,7 @@ def explain(
                 where=f"explain({type(plain).__name__}, ...)",
                 instead="explain(model) without arguments, or explain the plain model before it is sharded",
             )
-        return _as_it_ran(plain, world_size, estimated_for)
+        return _plan_of_run(plain, world_size, estimated_for)
     if checked.prefetch == "auto":
         checked = dataclasses.replace(checked, hardware=checked.planned_for or estimated_for)
     inputs = open_inputs(plain, args, kwargs, dims or {})
@@ -125,16 +126,26 @@ def as_blocks(options: FSDPOptions) -> FSDPOptions:
     return dataclasses.replace(options, prefetch=ahead, hardware=None, bucket_mb=0)
 
 
-def _as_it_ran(model: nn.Module, world_size: int | None, hardware: Hardware) -> Plan:
-    """Reports on the graphs that a compiled model ran last."""
+def as_it_ran(model: nn.Module, where: str) -> tuple[Model, list[CompiledRegion]]:
+    """A sharded model, and the regions that it ran last.
+
+    Raises:
+        ConfigError: If it has not run.
+    """
     taken = model_of(model)
     regions = [] if taken is None else regions_of(taken.units)
     if taken is None or not regions:
         raise ConfigError(
-            "the sharded model has not run yet",
-            where=f"explain({user_class(model).__name__})",
-            instead="run one step of the compiled model first, or explain the plain model before it is sharded",
+            "the model has not run yet",
+            where=where,
+            instead="two steps of the compiled model first, or explain() of the plain model before it is sharded",
         )
+    return taken, regions
+
+
+def _plan_of_run(model: nn.Module, world_size: int | None, hardware: Hardware) -> Plan:
+    """Reports on the graphs that a compiled model ran last."""
+    taken, regions = as_it_ran(model, f"explain({user_class(model).__name__})")
     made = units_of(taken)
     ranks = max(param.spec.size * param.spec.replicas for unit in made for param in unit.params)
     if world_size not in (None, ranks):

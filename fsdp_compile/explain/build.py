@@ -11,7 +11,7 @@ from torch import fx, nn
 from fsdp_compile.cost.communicate import COPIES, Communication, Kind
 from fsdp_compile.cost.copies import Copy, copies_of
 from fsdp_compile.cost.fusion import Fusion, plan_kernels
-from fsdp_compile.cost.hardware import Device, Hardware, Link, Port, Quantity
+from fsdp_compile.cost.hardware import Hardware, Link, Port, Quantity
 from fsdp_compile.cost.memory import Holder, Memory, memory_of_step
 from fsdp_compile.cost.sizes import result_bytes, tensors_of
 from fsdp_compile.cost.timeline import Schedule, Times, Transfer, schedule, waited_for
@@ -21,7 +21,6 @@ from fsdp_compile.explain.report import (
     Collective,
     Exposure,
     GraphPlan,
-    Layout,
     MemoryCurve,
     Message,
     Number,
@@ -194,8 +193,7 @@ def _messages(start: fx.Node, sent: Communication) -> Iterator[Message]:
     # A reduce-scatter returns this rank's part of the message, the others all of it.
     ranks = sent.ranks if sent.kind is Kind.REDUCE else 1
     for item in [user for user in start.users if role_of(user) in _ITEMS] or [start]:
-        names = require(item).parameters
-        yield Message(names, Layout.OWN if len(names) == 1 else Layout.PACKED, result_bytes(item) * ranks)
+        yield Message(require(item).parameters, result_bytes(item) * ranks)
 
 
 def _exposure(transfer: Transfer) -> tuple[Exposure, str]:
@@ -219,7 +217,15 @@ _RATES: Final = {
 def _numbers(hardware: Hardware, sent: Sequence[Collective]) -> Iterator[Number]:
     """What times are estimated with: numbers of the device, and of each link that something is sent on."""
     device = hardware.device
-    yield from (_number(device.name, what, quantity) for what, quantity in _of_device(device))
+    peaks: dict[Quantity, list[str]] = {}
+    for dtype in device.matmul:
+        peaks.setdefault(device.matmul_peak(dtype), []).append(str(dtype).removeprefix("torch."))
+    for peak, dtypes in peaks.items():
+        yield _number(device.name, f"matmul of {', '.join(dtypes)}", peak)
+    yield _number(device.name, "share of that", device.matmul_share)
+    yield _number(device.name, "memory rate", device.memory_rate)
+    yield _number(device.name, "share of that", device.memory_share)
+    yield _number(device.name, "memory", device.memory)
     links = (device.near, hardware.link, device.host)
     for link in {link.name: link for link in links}.values():
         yield from _of_link(link, [c for c in sent if c.link == link.name])
@@ -227,17 +233,6 @@ def _numbers(hardware: Hardware, sent: Sequence[Collective]) -> Iterator[Number]
 
 def _number(of: str, what: str, quantity: Quantity) -> Number:
     return Number(**vars(quantity), of=of, what=what)
-
-
-def _of_device(device: Device) -> Iterator[tuple[str, Quantity]]:
-    peaks: dict[Quantity, list[str]] = {}
-    for dtype in device.matmul:
-        peaks.setdefault(device.matmul_peak(dtype), []).append(str(dtype).removeprefix("torch."))
-    yield from ((f"matmul of {', '.join(dtypes)}", peak) for peak, dtypes in peaks.items())
-    yield "share of that", device.matmul_share
-    yield "memory rate", device.memory_rate
-    yield "share of that", device.memory_share
-    yield "memory", device.memory
 
 
 def _of_link(link: Link, sent: Sequence[Collective]) -> Iterator[Number]:

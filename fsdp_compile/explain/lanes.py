@@ -119,14 +119,11 @@ def measured_side(events: Sequence[Event]) -> Side:
     lanes: dict[Lane, list[Stretch]] = {lane: [] for lane in Lane}
     if kernels:
         launched: dict[Any, float] = {_correlation(each): each["ts"] for each in timed if each.get("cat") in _BY_LAUNCH}
-        by_launch: dict[int, float] = {}
-        for kernel in kernels:
-            by_launch[id(kernel)] = launched.get(_correlation(kernel)) or kernel["ts"]
         # Kernels run later than the host launches them.
-        of_backward = [kernel for kernel in kernels if begins <= by_launch[id(kernel)] <= ends]
-        before_end = [kernel for kernel in kernels if by_launch[id(kernel)] <= ends]
-        begins = min((kernel["ts"] for kernel in of_backward), default=begins)
-        ends = max(map(_end, before_end), default=ends)
+        by_launch = [(launched.get(_correlation(kernel)) or kernel["ts"], kernel) for kernel in kernels]
+        of_backward = [kernel["ts"] for at, kernel in by_launch if begins <= at <= ends]
+        ends = max((_end(kernel) for at, kernel in by_launch if at <= ends), default=ends)
+        begins = min(of_backward, default=begins)
         for kernel in kernels:
             lanes[_lane(kernel["name"]) or Lane.COMPUTATION].append((kernel["ts"], _end(kernel)))
     else:

@@ -15,15 +15,6 @@ from fsdp_compile.cost.timeline import Times
 from fsdp_compile.ir.graph import Phase
 
 
-class Layout(enum.Enum):
-    """How parameters are put into messages."""
-
-    OWN = "own message"
-    """One large parameter, into memory of its own."""
-    PACKED = "packed"
-    """Several small parameters, one after the other, in one message."""
-
-
 class Exposure(enum.Enum):
     """Whether compute waits for a collective, and why."""
 
@@ -50,10 +41,13 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """What is sent in one message: parameters, layout, and the bytes of the whole."""
+    """What is sent in one message: one large parameter in memory of its own, or several small ones packed.
+
+    Attributes:
+        size_bytes: Bytes of the whole.
+    """
 
     parameters: tuple[str, ...]
-    layout: Layout
     size_bytes: int
 
 

@@ -119,13 +119,15 @@ class Traced:
             ConfigError: If the model has other graphs there.
         """
         elsewhere = ranks != self.world_size
-        if elsewhere:
-            self._refuse(ranks)
+        if ranks < 1:
+            raise ConfigError(f"there are no {ranks} ranks", where="Plan.at(world_size=...)", instead="1, 2, ...")
+        for reason in self._other_graphs(ranks) if elsewhere else ():
+            raise self._refusal(reason, ranks)
         try:
             steps, units = self.resharded(Sharding(ranks) if elsewhere else None, sizes, planned_for, self.options)
         except BudgetTooSmallError as error:
             # Reports with open sizes compute nothing again, on no ranks.
-            if sizes or not self.options.may_recompute or ranks == self.world_size:
+            if sizes or not self.options.may_recompute or not elsewhere:
                 raise
             raise self._refusal(_RECOMPUTED.format(self.world_size), ranks) from error
         return self.plan(steps, units, ranks, sizes, planned_for)
@@ -162,12 +164,15 @@ class Traced:
         options = dataclasses.replace(options, artifacts=None, hardware=for_graphs)
         made = []
         for steps, region in zip(regions, self.regions, strict=True):
-            if sharding is not None and len(steps) > 1:
-                if sharding.reshard is Reshard.AFTER_BACKWARD:
-                    keep_all(*steps)
-                if sharding.post_forward > 1:
-                    keep_parts(*steps)
-            made.append(_transformed(steps, options, region.whole))
+            if len(steps) > 1:
+                forward, backward = steps
+                if sharding is not None and sharding.reshard is Reshard.AFTER_BACKWARD:
+                    keep_all(forward, backward)
+                if sharding is not None and sharding.post_forward > 1:
+                    keep_parts(forward, backward)
+                backward.beside_bytes = bytes_beside(forward, backward)
+                keep(forward, backward, options, whole=region.whole)
+            made.append([transform(step, options) for step in steps])
         return made, units
 
     def closed_at(self, sizes: Mapping[str, int]) -> list[list[StepGraph]]:
@@ -187,18 +192,13 @@ class Traced:
         made = build_plan(self.model, units, regions, world_size=ranks, hardware=planned_for, fusion=fusion)
         return dataclasses.replace(made, sizes=dict(sizes), traced=self, steps=tuple(map(tuple, regions)))
 
-    def _refuse(self, ranks: int) -> None:
-        """Refuses numbers of ranks for which the plan does not follow from what was traced."""
-        if ranks < 1:
-            raise ConfigError(f"there are no {ranks} ranks", where="Plan.at(world_size=...)", instead="1, 2, ...")
-        for reason in (*self._other_graphs(ranks), *self._other_meshes(), *self._uneven(ranks)):
-            raise self._refusal(reason, ranks)
-
     def _refusal(self, reason: str, ranks: int) -> ConfigError:
         where = f"Plan.at(world_size={ranks}) of a plan for {self.world_size}"
         return ConfigError(reason, where=where, instead="explain() once more in a world of that size, with its mesh")
 
     def _other_graphs(self, ranks: int) -> Iterator[str]:
+        """Why the plan for so many ranks does not follow from what was traced."""
+        params = [param for unit in self.units for param in unit.params]
         if (self.world_size == 1) != (ranks == 1):
             one = "one rank has another graph than several: "
             if self.options.embedding == "sharded":
@@ -207,9 +207,17 @@ class Traced:
                 yield f"{one}parameters that are cast where they are read, as in torch.autocast, are cast before"
         if any(region.recomputed for region in self.regions):
             yield _RECOMPUTED.format(self.world_size)
-        formats = [param.spec.gather_format for unit in self.units for param in unit.params]
-        if getattr(self.options.mp_policy, "gather_dtype", None) is not None or any(formats):
+        gather_dtype = getattr(self.options.mp_policy, "gather_dtype", None)
+        if gather_dtype is not None or any(param.spec.gather_format for param in params):
             yield "which parameters are sent in 8 bits depends on the number of ranks"
+        for name, spec in ((param.name, param.spec) for param in params):
+            if spec.size != self.world_size or spec.post_forward_size > 1:
+                kept = f", and kept over {spec.post_forward_size}" if spec.post_forward_size > 1 else ""
+                over = f"{spec.size} of {self.world_size} ranks{kept}"
+                yield f"{name} is sharded over {over}, and one number does not say how both change"
+            if spec.dim and spec.shape[spec.dim] % ranks:
+                size = spec.shape[spec.dim]
+                yield f"dimension {spec.dim} of size {size} of {name} does not divide over {ranks} ranks"
 
     def _casts_before_gathers(self) -> bool:
         own = {slot.name: slot.spec.param_dtype for unit in self.units for slot in unit.params}
@@ -219,33 +227,6 @@ class Traced:
         reads = [node for step in steps for node in step.graph.find_nodes(op="call_function", target=UNSHARD)]
         cast_before = any(spec.param_dtype.itemsize < own[name].itemsize for name, spec in sent)
         return cast_before or any(casts_of(read) for read in reads)
-
-    def _other_meshes(self) -> Iterator[str]:
-        """Of meshes of which one number of ranks does not say how they change."""
-        for title, spec in ((unit.title, param.spec) for unit in self.units for param in unit.params):
-            if spec.replicas > 1:
-                shape = f"sharded over {spec.size} ranks and replicated {spec.replicas} times"
-            elif spec.post_forward_size > 1:
-                shape = f"kept over {spec.post_forward_size} ranks"
-            elif spec.size != self.world_size:
-                shape = f"sharded over {spec.size} of {self.world_size} ranks"
-            else:
-                continue
-            yield f"parameters of {title} are {shape}, and one number does not say how both change"
-
-    def _uneven(self, ranks: int) -> Iterator[str]:
-        for param in (param for unit in self.units for param in unit.params):
-            dim, shape = param.spec.dim, param.spec.shape
-            if dim and shape[dim] % ranks:
-                yield f"dimension {dim} of size {shape[dim]} of {param.name} does not divide over {ranks} ranks"
-
-
-def _transformed(steps: Sequence[StepGraph], options: FSDPOptions, whole: bool) -> list[StepGraph]:  # noqa: FBT001
-    if len(steps) > 1:
-        forward, backward = steps
-        backward.beside_bytes = bytes_beside(forward, backward)
-        keep(forward, backward, options, whole=whole)
-    return [transform(step, options) for step in steps]
 
 
 Order = Mapping[str, int]

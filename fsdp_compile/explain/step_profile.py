@@ -17,15 +17,13 @@ from torch.profiler import profile, record_function
 from fsdp_compile._torch.autograd import profiler_runs
 from fsdp_compile.cost.hardware import hardware_of
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.explain.api import explain
+from fsdp_compile.explain.api import as_it_ran, explain
 from fsdp_compile.explain.lanes import STEP, Lane, Side, clipped, measured_side, planned_side
 from fsdp_compile.explain.page import to_plain
 from fsdp_compile.explain.plan import Plan
 from fsdp_compile.explain.skipped import not_compiled
 from fsdp_compile.explain.tables import Table, as_text, size, time
 from fsdp_compile.fsdp2.module_class import user_class
-from fsdp_compile.fsdp2.take_over import model_of
-from fsdp_compile.lower.region import regions_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,15 +64,7 @@ class StepProfile:
         Raises:
             ConfigError: If matplotlib is not installed.
         """
-        return _draw(self, Path(path), "png")
-
-    def save_svg(self, path: str | Path) -> Path:
-        """Draws the same into an SVG, and returns its path.
-
-        Raises:
-            ConfigError: If matplotlib is not installed.
-        """
-        return _draw(self, Path(path), "svg")
+        return _draw(self, Path(path))
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as dicts, lists, strings and numbers, ready for JSON; units are in the names of the fields."""
@@ -93,12 +83,12 @@ _COMPARABLE: Final = 4.0
 """Steps have one scale of time while neither is longer than so many of the other one."""
 
 
-def _draw(profiled: StepProfile, path: Path, kind: str) -> Path:
+def _draw(profiled: StepProfile, path: Path) -> Path:
     """Lanes above memory, the planned side on the left; times in ms, memory in MB (1e6 bytes)."""
     if find_spec("matplotlib") is None:
         raise ConfigError(
             "a picture takes matplotlib, which is not installed",
-            where=f"StepProfile.save_{kind}({str(path)!r})",
+            where=f"StepProfile.save_png({str(path)!r})",
             instead="pip install 'fsdp-compile[plot]', or the numbers as data",
         )
     # The object interface draws without a display and without global state.
@@ -112,9 +102,8 @@ def _draw(profiled: StepProfile, path: Path, kind: str) -> Path:
     ends = [_last_us(planned), _last_us(measured)]
     if max(ends) <= _COMPARABLE * min(ends):
         ends = [max(ends)] * 2
-    for (top, bottom), side, name, end_us in zip(
-        columns, (planned, measured), ("planned", "measured"), ends, strict=True
-    ):
+    sides = (("planned", planned), ("measured", measured))
+    for (top, bottom), (name, side), end_us in zip(columns, sides, ends, strict=True):
         _draw_lanes(top, side, lanes)
         exposed = f"exposed {side.exposed_us / 1e3:.1f} ms, peak {side.peak_bytes / 1e6:.1f} MB"
         top.set_title(f"{name}: {side.end_us / 1e3:.1f} ms, {exposed}", loc="left", fontsize=10)
@@ -124,7 +113,7 @@ def _draw(profiled: StepProfile, path: Path, kind: str) -> Path:
         bottom.set(xlabel="time (ms)", xlim=(0, 1.02 * end_us / 1e3))
         bottom.grid(visible=True, alpha=0.3)
     columns[0][1].set_ylabel("memory over the start (MB)")
-    figure.savefig(path, dpi=150, format=kind)
+    figure.savefig(path, dpi=150, format="png")
     return path
 
 
@@ -184,18 +173,12 @@ def profile_step(model: Any, step: Callable[[], object], *, plan: Plan | None = 
 def _plan_of(model: nn.Module) -> Plan:
     """The plan of the graphs that ran, for the hardware that they were planned for."""
     plain = getattr(model, "_orig_mod", model)
-    taken = model_of(plain)
-    regions = [] if taken is None else regions_of(taken.units)
-    if taken is None or not regions:
-        raise ConfigError(
-            "the model has not run yet",
-            where=f"profile_step({user_class(plain).__name__}, step)",
-            instead="two steps of the compiled model first",
-        )
+    where = f"profile_step({user_class(plain).__name__}, step)"
+    taken, regions = as_it_ran(plain, where)
     if shares := not_compiled(taken.units):
         raise ConfigError(
             f"unit {shares[0]} shares the code of another one, so the graphs that ran are not the whole step",
-            where=f"profile_step({user_class(plain).__name__}, step)",
+            where=where,
             instead="plan=explain(plain_model, ..., options={'regions': 'blocks'}), of a model that is not sharded",
         )
     return explain(plain, hardware=regions[0].hardware or hardware_of(regions[0].steps[0]))

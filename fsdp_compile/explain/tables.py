@@ -14,7 +14,7 @@ from rich.console import Console, RenderableType
 
 from fsdp_compile.cost.communicate import COPIES, Kind
 from fsdp_compile.cost.copies import Way
-from fsdp_compile.explain.report import Collective, Exposure, GraphPlan, Layout
+from fsdp_compile.explain.report import Collective, Exposure, GraphPlan
 from fsdp_compile.ir.graph import Phase
 
 if TYPE_CHECKING:
@@ -220,8 +220,9 @@ def _places(collective: Collective) -> str:
 
 
 def _layout(collective: Collective) -> str:
-    own = sum(m.layout is Layout.OWN for m in collective.messages)
-    packed = sum(len(m.parameters) for m in collective.messages if m.layout is Layout.PACKED)
+    counts = [len(message.parameters) for message in collective.messages]
+    own = counts.count(1)
+    packed = sum(counts) - own
     return " + ".join(filter(None, (f"{own} own" * bool(own), f"{packed} pk." * bool(packed))))
 
 

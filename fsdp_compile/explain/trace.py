@@ -132,14 +132,9 @@ Run = tuple[TracedRegion, Mapping[Claim, Claim]]
 def trace(
     model: nn.Module, inputs: OpenInputs, options: FSDPOptions, recomputed: int | None = None
 ) -> list[TracedRegion]:
-    """Compiles a sharded stand-in without lowering it; with open dimensions, graphs are captured and passes do not run.
+    """Compiles a sharded stand-in without lowering it: see `traced_model`.
 
-    Args:
-        model: The stand-in.
-        inputs: What it is called with.
-        options: Of the compile.
-        recomputed: How many blocks are computed again in backward, in graphs that are captured only; `None` for as few
-            as the budget allows.
+    With open dimensions, or a number of blocks to compute again, graphs are captured and passes do not run.
 
     Returns:
         The compiled regions in the order in which they run, each with a forward and, when training, a backward; one

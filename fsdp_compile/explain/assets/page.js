@@ -106,7 +106,7 @@ function tip(event, html) {
 const rowsOf = pairs => `<table>${pairs.map(([k, v]) => `<tr><td class="quiet">${k}</td><td>${escapeHtml(v)}</td></tr>`).join("")}</table>`;
 const place = p => p ? `%${p.node} (#${p.index})` : "–";
 function transferTip(c) {
-  const own = c.messages.filter(m => m.layout === "own message").length, packed = c.messages.filter(m => m.layout === "packed").reduce((n, m) => n + m.parameters.length, 0);
+  const own = c.messages.filter(m => m.parameters.length === 1).length, packed = c.messages.flatMap(m => m.parameters).length - own;
   return `<b>${escapeHtml(c.kind)} of ${escapeHtml(c.unit)}</b>${escapeHtml(c.exposure === "hidden" ? "hidden: " : `${time(c.exposed_us)} exposed: `)}${escapeHtml(c.reason)}` +
     rowsOf([["whole", `${bytes(c.size_bytes)} ${c.dtype}, ${own} own, ${packed} packed`], ["on the link", `${time(c.time_us)} on ${c.link} over ${c.ranks} ranks`], ["starts", place(c.start)], ["waited for", place(c.wait)], ["last used", place(c.last_use)], ["freed", place(c.reshard)]]);
 }
@@ -174,13 +174,12 @@ function fillCollectives(shown) {
   const where = p => p ? `<code title="%${escapeHtml(p.node)} ${escapeHtml(p.where)}">${p.index}</code>` : "–";
   table("collectives", ["graph", "unit", "what", "dtype", "messages", "whole ", "on link ", "exposed ", "why", "start ", "wait ", "last use ", "freed "],
     transfers.filter(c => !shown || c.exposure === shown).map(c => {
-      const own = c.messages.filter(m => m.layout === "own message"), packed = c.messages.filter(m => m.layout === "packed");
-      const layout = [own.length && `${own.length} own`, packed.length && `${packed.reduce((n, m) => n + m.parameters.length, 0)} packed`].filter(Boolean).join(", ");
-      const names = c.messages.flatMap(m => m.parameters).join("\n");
+      const names = c.messages.flatMap(m => m.parameters), own = c.messages.filter(m => m.parameters.length === 1).length, packed = names.length - own;
+      const layout = [own && `${own} own`, packed && `${packed} packed`].filter(Boolean).join(", ");
       return {
         attributes: `class="pick" data-row="${c.id}"`,
         cells: [plan.graphs[c.graph].phase, escapeHtml(c.unit), `<i style="display:inline-block;width:9px;height:9px;border-radius:2px;margin-right:6px;background:${COLOR[c.kind]}"></i>${c.kind}`,
-          c.dtype, `<span class="whole" title="${escapeHtml(names)}">${layout}</span>`, bytes(c.size_bytes), time(c.time_us),
+          c.dtype, `<span class="whole" title="${escapeHtml(names.join("\n"))}">${layout}</span>`, bytes(c.size_bytes), time(c.time_us),
           c.exposed_us > 1 ? `<span class="bad">${time(c.exposed_us)}</span>` : "hidden", escapeHtml(c.reason), where(c.start), where(c.wait), where(c.last_use), where(c.reshard)],
       };
     }));

@@ -17,7 +17,6 @@ from fsdp_compile import explain, fully_shard
 from fsdp_compile.cost.communicate import Kind
 from fsdp_compile.cost.hardware import Hardware, Quantity, hardware
 from fsdp_compile.explain.plan import Plan
-from fsdp_compile.explain.report import Layout
 from tests.models.kinds import WIDTH, Slim, Stack, Tied
 from tests.numerics.one_process.measure import Differences, Prepare, batches, train_pair
 from tests.numerics.one_process.test_model_kinds import assert_equal_training
@@ -97,8 +96,8 @@ def test_tiny_units_share_collectives_by_default_and_the_report_says_so() -> Non
     assert _collectives({"prefetch": 1})[0] == apart, "a fixed distance counts units"
 
 
-Messages = dict[Kind, set[tuple[Layout, int]]]
-"""For each kind of collective, where a unit has several parameters: layouts of messages and how many they hold."""
+Messages = dict[Kind, set[int]]
+"""For each kind of collective, where a unit has several parameters: how many its messages hold."""
 
 
 def _hardware(message_us: float) -> Hardware:
@@ -114,8 +113,8 @@ def _messages(plan: Plan) -> Messages:
     found: Messages = {}
     for graph in plan.graphs:
         for collective in graph.collectives:
-            messages = [(message.layout, len(message.parameters)) for message in collective.messages]
-            if sum(count for _, count in messages) > 1:  # backward gathers weights, and no biases
+            messages = [len(message.parameters) for message in collective.messages]
+            if sum(messages) > 1:  # backward gathers weights, and no biases
                 found.setdefault(collective.kind, set()).update(messages)
     return found
 
@@ -138,5 +137,5 @@ def test_each_layout_is_taken_where_it_is_cheaper_and_changes_no_number() -> Non
         assert_equal_training([found for found, _ in layout])
     apart, packed = (messages for _, messages in ranks[0])
     for kind in (Kind.GATHER, Kind.REDUCE):
-        assert (Layout.OWN, 1) in apart[kind]
-        assert {layout for layout, _ in packed[kind]} == {Layout.PACKED}
+        assert 1 in apart[kind]
+        assert 1 not in packed[kind]
