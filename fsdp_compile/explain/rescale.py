@@ -154,11 +154,9 @@ class Traced:
             region.sizes.check(sizes)  # another size may need another graph, which only a new trace can make
         regions = self.closed_at(sizes)
         if sharding is not None:
-            names = (name for name, _ in self.model.named_parameters(remove_duplicate=False))
-            order = {name: index for index, name in enumerate(names)}
-            units = [_resized(unit, order, sharding) for unit in units]
+            units = [_resized(unit, sharding) for unit in units]
             for step in (step for steps in regions for step in steps):
-                _rewrite(step, order, sharding)
+                _rewrite(step, sharding)
         # A fixed schedule refuses an option that it does not use.
         for_graphs = planned_for if options.prefetch == "auto" else None
         options = dataclasses.replace(options, artifacts=None, hardware=for_graphs)
@@ -229,41 +227,35 @@ class Traced:
         return cast_before or any(casts_of(read) for read in reads)
 
 
-Order = Mapping[str, int]
-"""Place of each parameter of a model in the order of registration, which is that of layouts."""
-
-
-def _laid_out(
-    specs: Mapping[str, UnshardSpec], order: Order, stored: torch.dtype, sharding: Sharding
-) -> dict[str, UnshardSpec]:
-    """The reads of a flat parameter that is sharded so, by offset."""
-    names = sorted(specs, key=lambda name: order.get(name, len(order)))
-    first = specs[names[0]]
-    shapes = [flat_layout.ParameterShape(name, specs[name].shape, specs[name].dim) for name in names]
+def _laid_out(specs: Mapping[str, UnshardSpec], stored: torch.dtype, sharding: Sharding) -> dict[str, UnshardSpec]:
+    """The reads of a flat parameter, in the order of registration, if it is sharded so; by offset."""
+    named = list(specs.items())
+    _, first = named[0]
     planned = flat_layout.plan_layout(
-        shapes,
+        [flat_layout.ParameterShape(name, spec.shape, spec.dim) for name, spec in named],
         size=sharding.ranks,
         stored=stored,
         sent=first.param_dtype,
         reduced=first.reduce_dtype,
         per_byte=FORMATS[sharding.gather_format].per_byte if sharding.gather_format else 0,
     )
-    return {
-        names[place.index]: sharding.of(specs[names[place.index]], place.offset, place.extent, stored)
-        for place in planned.slots
-    }
+    found: dict[str, UnshardSpec] = {}
+    for place in planned.slots:
+        name, spec = named[place.index]
+        found[name] = sharding.of(spec, place.offset, place.extent, stored)
+    return found
 
 
-def _resized(unit: UnitData, order: Order, sharding: Sharding) -> UnitData:
+def _resized(unit: UnitData, sharding: Sharding) -> UnitData:
     """A unit of the same parameters, sharded so."""
-    specs: dict[str, UnshardSpec] = {}
+    flats = []
     for flat in unit.flats:
-        specs |= _laid_out({param.name: param.spec for param in flat}, order, flat[0].stored, sharding)
-    params = tuple(dataclasses.replace(param, spec=specs[param.name]) for param in unit.params)
-    return dataclasses.replace(unit, params=params)
+        specs = _laid_out({param.name: param.spec for param in flat}, flat[0].stored, sharding)
+        flats.append(tuple(dataclasses.replace(param, spec=specs[param.name]) for param in flat))
+    return UnitData(unit.title, tuple(flats))
 
 
-def _rewrite(step: StepGraph, order: Order, sharding: Sharding) -> None:
+def _rewrite(step: StepGraph, sharding: Sharding) -> None:
     """Rewrites a graph before the passes for another sharding."""
     texts: dict[fx.Node, dict[str, str]] = {}
     like_flats: dict[fx.Node, int] = {}
@@ -271,7 +263,7 @@ def _rewrite(step: StepGraph, order: Order, sharding: Sharding) -> None:
         if role_of(node) is Role.FLAT:
             record = require(node)
             before = dict(zip(record.parameters, record.specs, strict=True))
-            after = _laid_out(before, order, node.meta["val"].dtype, sharding)
+            after = _laid_out(before, node.meta["val"].dtype, sharding)
             specs = tuple(after[name] for name in record.parameters)  # in the order of registration
             node.meta[KEY] = dataclasses.replace(record, specs=specs)
             texts[node] = {before[name].text: spec.text for name, spec in after.items()}

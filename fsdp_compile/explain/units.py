@@ -10,6 +10,7 @@ import torch
 from fsdp_compile.cost.communicate import Kind
 from fsdp_compile.cost.links import share_of_others
 from fsdp_compile.explain.report import GraphPlan, UnitPlan, Volume
+from fsdp_compile.fsdp2.param_group import ParamGroup
 from fsdp_compile.fsdp2.unit import Model
 from fsdp_compile.ir.graph import Phase, Role, StepGraph, require
 from fsdp_compile.layout.spec import Reshard, UnshardSpec
@@ -22,14 +23,12 @@ class ParamData:
 
     Attributes:
         name: From the root of its model.
-        flat: Number of the flat buffer, among those of its unit, that it lies in.
         spec: Where it lies there, and how it is gathered and reduced.
         stored: Dtype of its shard.
         trained: Whether it is to have a gradient.
     """
 
     name: str
-    flat: int
     spec: UnshardSpec
     stored: torch.dtype
     trained: bool
@@ -37,34 +36,25 @@ class ParamData:
 
 @dataclasses.dataclass(frozen=True)
 class UnitData:
-    """A unit; `title` as in graphs."""
+    """A unit; `title` as in graphs, and its parameters by the flat buffers that they lie in."""
 
     title: str
-    params: tuple[ParamData, ...]
+    flats: tuple[tuple[ParamData, ...], ...]
 
     @property
-    def flats(self) -> tuple[tuple[ParamData, ...], ...]:
-        """Its parameters by the flat buffers that they lie in."""
-        found: dict[int, list[ParamData]] = {}
-        for param in self.params:
-            found.setdefault(param.flat, []).append(param)
-        return tuple(map(tuple, found.values()))
+    def params(self) -> tuple[ParamData, ...]:
+        """All of its parameters."""
+        return tuple(param for flat in self.flats for param in flat)
 
 
 def units_of(model: Model) -> tuple[UnitData, ...]:
     """The units of a model that have parameters, in the order of their modules."""
-    return tuple(
-        UnitData(
-            unit.title,
-            tuple(
-                ParamData(param.name, number, param.spec, group.flat.dtype, param.parameter.requires_grad)
-                for number, group in enumerate(unit.groups)
-                for param in group.params
-            ),
-        )
-        for unit in model.units
-        if unit.groups
-    )
+    return tuple(UnitData(unit.title, tuple(map(_flat_of, unit.groups))) for unit in model.units if unit.groups)
+
+
+def _flat_of(group: ParamGroup) -> tuple[ParamData, ...]:
+    stored = group.flat.dtype
+    return tuple(ParamData(p.name, p.spec, stored, p.parameter.requires_grad) for p in group.params)
 
 
 def flat_numel(specs: Iterable[UnshardSpec]) -> int:
