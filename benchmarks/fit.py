@@ -28,16 +28,15 @@ from benchmarks.peak import measured_peak_bytes, storage_bytes
 from fsdp_compile.cost.hardware import DEVICES, Hardware
 from fsdp_compile.explain import explain, measured
 from fsdp_compile.explain.stand_in import planning_world
-from fsdp_compile.search.api import plan
-from fsdp_compile.search.choice import Configuration, Part
+from fsdp_compile.options import FSDPOptions
+from fsdp_compile.search.choice import Ask, Configuration, Part
 from fsdp_compile.search.fit import Fit
-from fsdp_compile.search.search import Search
+from fsdp_compile.search.search import Program, Search
 from fsdp_compile.training.model import Llama, ModelShape
 
 OPTIONS = {"lower": "eager"}
 RATIOS = (0.1, 0.3, 1.0, 2.0)
 WORLDS = (4, 8, 16)
-ROOM = 1e9
 TURNS = 4
 RESERVED = 0.01
 """Share of the memory that is left free, as it is on a GPU: estimates of peaks are off by up to half a percent."""
@@ -90,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     dice = random.Random(arguments.seed)
     for number in range(1 if arguments.smoke else arguments.cases):
-        width, layers = (32, 2) if arguments.smoke else (dice.choice((128, 256)), dice.choice((2, 4)))
+        width, layers = (32, 2) if arguments.smoke else (dice.choice((256, 384)), dice.choice((2, 4)))
         case = Case(
             2 if arguments.smoke else dice.choice(WORLDS),
             1 if arguments.smoke else dice.choice((1, 2)),
@@ -106,13 +105,17 @@ def _case(case: Case, rounds: int) -> list[dict[str, Any]]:
     """Runs every configuration of a case; the chosen one and the fastest are timed once more, in turn."""
     model, tokens = Llama(case.shape), torch.zeros(1, case.shape.seq_len, dtype=torch.long)
     there = _measured(model, case)
-    free = _searched(model, tokens, case, there, ROOM, 0.0)
+    program = Program(model, (tokens,), {}, FSDPOptions.from_dict(OPTIONS))
+    total = case.ranks * case.samples * tokens.numel()
+    ask = Ask(case.ranks, there, float("inf"), 0.0, total, tokens.numel(), "adamw", ())
+    free = Search(program, ask)
     of_free = _every(free)
     needs = [made.peak_bytes for made in of_free]
     limit = min(needs) + case.room * (max(needs) - min(needs))
-    fit = _searched(model, tokens, case, there, limit / 1e9, RESERVED * limit / 1e9)
+    limited = free.elsewhere(dataclasses.replace(ask, memory_bytes=limit, reserve_bytes=RESERVED * limit))
+    fit = Fit("Llama", limited.ask, limited.run(), (), program)
     # What does not keep the limit by its estimate runs without one: its peak shows whether that is so.
-    every = [one if one.peak_bytes <= limit else other for one, other in zip(_every(fit), of_free, strict=True)]
+    every = [one if one.peak_bytes <= limit else other for one, other in zip(_every(limited), of_free, strict=True)]
     chosen = next((made for made in every if fit.fits and made.choice == fit.best[0].choice), None)
     link = Link(there.link.bytes_per_s, there.link.launch.value * 1e-6)
     rows = []
@@ -139,26 +142,10 @@ def _over(ours: Configuration, best: Configuration, fit: Fit, case: Case, rounds
     return samples[0].median_s / samples[1].median_s - 1
 
 
-def _searched(
-    model: nn.Module, tokens: torch.Tensor, case: Case, there: Hardware, memory_gb: float, reserve_gb: float
-) -> Fit:
-    return plan(
-        model,
-        tokens,
-        gpus=case.ranks,
-        tokens_per_step=case.ranks * case.samples * tokens.numel(),
-        hardware=there,
-        memory_gb=memory_gb,
-        reserve_gb=reserve_gb,
-        options=OPTIONS,
-    )
-
-
-def _every(fit: Fit) -> list[Configuration]:
+def _every(search: Search) -> list[Configuration]:
     """The estimates of all configurations, with as few blocks computed again as the limit asks for."""
-    search = Search(fit.program, fit.ask)
-    with planning_world(fit.ask.gpus):
-        return [search.configuration(choice) for choice in fit.ask.choices() if choice.form == "whole"]
+    with planning_world(search.ask.gpus):
+        return list(map(search.configuration, search.ask.choices()))
 
 
 def _measured(model: nn.Module, case: Case) -> Hardware:
@@ -221,7 +208,7 @@ def _name(made: Configuration) -> str:
     choice = made.choice
     counts = f"{choice.micro_batch} x {choice.accumulation}"
     again = f", {made.recomputed} blocks again" if made.recomputed else ""
-    return f"{choice.shards} x {choice.replicas}, {choice.reshard_after_forward}, {counts}{again}"
+    return f"{choice.shards} x {choice.replicas}, {choice.reshard_after_forward}, {counts}, {choice.form}{again}"
 
 
 if __name__ == "__main__":

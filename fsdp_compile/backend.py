@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from fsdp_compile._torch.dynamo import (
     ends_in_graph_break,
     inductor_config,
     list_mode_options,
+    traced_module,
 )
 from fsdp_compile.capture import plain, unaveraged
 from fsdp_compile.capture.flat_inputs import flat_inputs
@@ -26,6 +28,7 @@ from fsdp_compile.capture.reject_writes import refuse_writes
 from fsdp_compile.capture.shard_embeddings import shard_lookups
 from fsdp_compile.cost.calibrated import refuse_elsewhere
 from fsdp_compile.errors import ConfigError
+from fsdp_compile.fsdp2.module_class import user_class
 from fsdp_compile.fsdp2.param_group import ParamGroup
 from fsdp_compile.fsdp2.take_over import note_backend, take_over_all
 from fsdp_compile.ir.graph import Phase, Role, StepGraph
@@ -71,13 +74,25 @@ def fsdp(
     return _compile(gm, example_inputs, checked, settings)
 
 
+ONE_OPERATOR: Final[frozenset[type]] = frozenset({nn.Embedding, nn.Linear})
+"""Modules of which Inductor would compile one operator, which takes it seconds and fuses nothing.
+
+It is used all the same where the user has settings for it, and where it fuses what makes a parameter of 8 bits.
+"""
+
+
 def _compile(
     gm: fx.GraphModule, inputs: Sequence[Any], options: FSDPOptions, settings: Mapping[str, Any]
 ) -> Callable[..., Any]:
     """Compiles a Dynamo graph whose reads are taken out."""
     flats = flat_inputs(inputs)
     returned, whole = returned_reads(gm), is_whole_model(inputs)
-    ran = register_region([group for value in inputs if (group := ParamGroup.of(value)) is not None], options)
+    groups = [group for value in inputs if (group := ParamGroup.of(value)) is not None]
+    ran = register_region(groups, options)
+    is_given = settings or options.inductor or any(param.spec.gather_format for g in groups for param in g.params)
+    module = traced_module()
+    if module is not None and user_class(module) in ONE_OPERATOR and not (whole or is_given):
+        options = dataclasses.replace(options, lower="eager")
     of_plans = Settings.of(options, flats.values())
     tell = functools.partial(refuse, list(flats.values()))
     try:

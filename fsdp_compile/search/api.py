@@ -79,7 +79,8 @@ def plan(  # noqa: PLR0913
     share = 0.0 if _is_cpu(there) else RESERVE_SHARE
     reserve_bytes = memory_bytes * share if reserve_gb is None else _positive("reserve_gb", reserve_gb, 0.0) * 1e9
     allowed = _allowed(allow, there)
-    ask = Ask(gpus, there, memory_bytes, reserve_bytes, tokens_per_step, tokens, _known(optimizer), allowed)
+    state, looks_up = _known(optimizer), checked.embedding == "sharded"
+    ask = Ask(gpus, there, memory_bytes, reserve_bytes, tokens_per_step, tokens, state, allowed, looks_up)
     if not isinstance(model, nn.Module) or states_below(model):
         raise ConfigError(
             "the model is sharded already" if isinstance(model, nn.Module) else f"{type(model).__name__} is no module",
@@ -185,7 +186,13 @@ def _known(optimizer: str) -> str:
 
 
 def _allowed(names: Collection[str], hardware: Hardware) -> tuple[Allowed, ...]:
-    known = [name.value for name in Allowed if name is not Allowed.CPU_OFFLOAD or not _is_cpu(hardware)]
+    known = [name.value for name in Allowed]
+    if Allowed.CPU_OFFLOAD in names and _is_cpu(hardware):
+        raise ConfigError(
+            "the memory of a CPU is that of the host",
+            where=f"plan(allow={list(names)!r}) with a CPU as hardware",
+            instead="without cpu_offload",
+        )
     for name in names:
         if name not in known:
             raise ConfigError(f"{name!r} cannot be allowed", where="plan(allow=...)", instead=" or ".join(known))

@@ -166,7 +166,8 @@ class Configuration:
         memory: Bytes of each part where the sum is largest.
         recomputed: Blocks that are computed again in backward.
         blocks: That could be.
-        budget_gb: `memory_budget_gb`, if blocks are computed again.
+        budget_gb: `memory_budget_gb`, if blocks are computed again: what the device leaves, or what it takes if that is
+            more.
         host_bytes: Host memory of a rank.
     """
 
@@ -206,6 +207,7 @@ class Ask:
         tokens_per_sample: Of the model's inputs.
         optimizer: One of `OPTIMIZERS`.
         allow: What is searched only if it is named here.
+        looks_up: Whether rows of tables are looked up on the ranks that have them (`embedding="sharded"`).
     """
 
     gpus: int
@@ -216,6 +218,7 @@ class Ask:
     tokens_per_sample: int
     optimizer: str
     allow: tuple[Allowed, ...]
+    looks_up: bool = False
 
     @property
     def samples(self) -> int:
@@ -241,16 +244,27 @@ class Ask:
         local = self.hardware.local_size
         shards = [n for n in _divisors(self.gpus) if n % local == 0 or local % n == 0]
         offloads = Offload if Allowed.CPU_OFFLOAD in self.allow else (Offload.NOTHING,)
-        formats = ("", GATHERED_IN.name) if Allowed.INT8_GATHERS in self.allow and self.gpus > 1 else ("",)
+        formats = ("", GATHERED_IN.name) if Allowed.INT8_GATHERS in self.allow else ("",)
         kinds = [*itertools.product(_divisors(self.samples), Form, offloads, formats)]
         for ranks in [n for n in shards if n > 1] or [1]:
             for (reshard, part), kind in itertools.product(self._kept(ranks), kinds):
                 micro_batch, form, offload, sent = kind
                 counts = (micro_batch, self.samples // micro_batch)
-                # Graphs of blocks choose by themselves in a step, as no plan of one graph does; and what is in no block
-                # is gathered by FSDP2, which knows no formats.
-                if form is Form.WHOLE or not (reshard is Reshard.AUTO or sent):
-                    yield Choice(ranks, self.gpus // ranks, reshard, *counts, form, offload, part, sent)
+                choice = Choice(ranks, self.gpus // ranks, reshard, *counts, form, offload, part, sent)
+                if self._can_run(choice):
+                    yield choice
+
+    def _can_run(self, choice: Choice) -> bool:
+        """Whether a compile takes a choice."""
+        if choice.gather_format and choice.shards == 1:
+            return False
+        # Rows that are looked up where they are come as they are stored.
+        is_plain = choice.post_forward == 1 and not choice.gather_format and choice.offload is Offload.NOTHING
+        if self.looks_up and not is_plain:
+            return False
+        # Graphs of blocks choose by themselves in a step, as no plan of one graph does; and what is in no block is
+        # gathered by FSDP2, which knows no formats.
+        return choice.form is Form.WHOLE or not (choice.reshard is Reshard.AUTO or choice.gather_format)
 
     def _kept(self, ranks: int) -> Iterator[tuple[Reshard, int]]:
         """When gathered parameters are freed, and over how many ranks of a host they are kept for backward."""

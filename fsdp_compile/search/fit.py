@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from fsdp_compile.config.policy import AnyPrecisionPolicy, as_mixed_precision
 from fsdp_compile.cost.hardware import DEVICES, LINKS, Hardware, hardware
+from fsdp_compile.errors import BudgetTooSmallError
 from fsdp_compile.explain.api import explain
 from fsdp_compile.explain.page import page, to_plain
 from fsdp_compile.explain.stand_in import planning_world
@@ -173,7 +175,11 @@ def _speed(shown: tuple[Configuration, ...], title: str) -> Table:
         rows.append((
             str(number),
             f"{choice.shards} x {choice.replicas}",
-            f"{choice.reshard_after_forward}" + ", offload" * (choice.offload is Offload.CPU),
+            ", ".join((
+                str(choice.reshard_after_forward),
+                *(["offload"] if choice.offload is Offload.CPU else []),
+                *([choice.gather_format] if choice.gather_format else []),
+            )),
             f"{choice.micro_batch} x {choice.accumulation}",
             f"{c.recomputed} of {c.blocks}" if c.recomputed else "no",
             choice.form.value,
@@ -264,7 +270,7 @@ def _explained(first: Configuration, ask: Ask, program: Program) -> Plan:
         several = choice.replicas > 1
         shape = (choice.replicas, choice.shards) if several else (choice.shards,)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard") if several else ("shard",))
-        options = dataclasses.replace(
+        chosen = dataclasses.replace(
             program.options,
             mesh=mesh,
             reshard_after_forward=choice.reshard_after_forward,
@@ -273,4 +279,8 @@ def _explained(first: Configuration, ask: Ask, program: Program) -> Plan:
             memory_budget_gb=first.budget_gb,
             regions=choice.form.value,
         )
-        return explain(program.model, *args, options=options, hardware=ask.hardware, **kwargs)
+        try:
+            return explain(program.model, *args, options=chosen, hardware=ask.hardware, **kwargs)
+        except BudgetTooSmallError as error:  # all blocks may take more than the estimate by few of them
+            enough = dataclasses.replace(chosen, memory_budget_gb=math.ceil(error.least_bytes / 1e3) / 1e6)
+            return explain(program.model, *args, options=enough, hardware=ask.hardware, **kwargs)

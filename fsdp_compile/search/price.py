@@ -14,7 +14,9 @@ from fsdp_compile.cost.timeline import schedule
 from fsdp_compile.explain.rescale import Sharding, Traced
 from fsdp_compile.explain.units import UnitData, unit_plan
 from fsdp_compile.ir.graph import Phase, StepGraph, record_of
-from fsdp_compile.ir.queries import module_of, unit_of
+from fsdp_compile.ir.queries import module_of, read_text, unit_of
+from fsdp_compile.layout.spec import parse
+from fsdp_compile.ops.unshard import REDUCE_GRAD, UNSHARD
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.search.depth import Stack
 
@@ -181,12 +183,33 @@ def _trained_bytes(unit: UnitData) -> int:
     return sum(max(p.spec.offset + p.spec.extent for p in flat) * flat[0].stored.itemsize for flat in trained)
 
 
-def sent_bytes(units: Sequence[UnitData]) -> tuple[float, float, float]:
-    """Bytes of all full parameters as they are computed with, their number, and bytes of all gradients as reduced."""
-    specs = [(param.spec, param.trained) for unit in units for param in unit.params]
-    gathered = sum(spec.numel * spec.param_dtype.itemsize for spec, _ in specs)
-    reduced = sum(spec.numel * spec.reduce_dtype.itemsize for spec, trained in specs if trained)
-    return gathered, sum(spec.numel for spec, _ in specs), reduced
+@dataclasses.dataclass(frozen=True)
+class Sent:
+    """Bytes of all full parameters that a step sends, in the dtypes of computing and of reductions.
+
+    Attributes:
+        gathered: That forward gathers.
+        again: That backward gathers again, if none is kept.
+        reduced: Of gradients.
+    """
+
+    gathered: float
+    again: float
+    reduced: float
+
+
+def sent_bytes(traced: Traced) -> Sent:
+    """What graphs gather and reduce before the passes; rows that are looked up where they are do not count."""
+    sums = dict.fromkeys(("gathered", "again", "reduced"), 0.0)
+    for steps in (region.captured for region in traced.regions):
+        for step in steps:
+            gathers = "gathered" if step.phase is Phase.FORWARD else "again"
+            for target, name in ((UNSHARD, gathers), (REDUCE_GRAD, "reduced")):
+                found = {(n.args[0], read_text(n)) for n in step.graph.find_nodes(op="call_function", target=target)}
+                for spec in (parse(text) for _, text in found):
+                    dtype = spec.param_dtype if target is UNSHARD else spec.reduce_dtype
+                    sums[name] += spec.numel * dtype.itemsize
+    return Sent(**sums)
 
 
 def stored_bytes(units: Sequence[UnitData]) -> tuple[float, float]:

@@ -25,7 +25,7 @@ from fsdp_compile.layout.spec import Reshard
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.search.choice import GATHERED_IN, PART_OF, Ask, Choice, Configuration, Form, Offload, Part
 from fsdp_compile.search.depth import DEPTHS, Stack, shortened, stack_of
-from fsdp_compile.search.price import Between, Price, computing_us, price, sent_bytes, stored_bytes
+from fsdp_compile.search.price import Between, Price, Sent, computing_us, price, sent_bytes, stored_bytes
 
 SHOWN: Final = 5
 """Configurations that are shown."""
@@ -129,7 +129,8 @@ class Search:
         beside = self._beside(choice, saved)
         room = self.ask.memory_bytes - sum(beside.values())
         again, spent = 0, saved
-        blocks = self._blocks if saved.peak_bytes > room and choice.form is Form.WHOLE else 0
+        may_recompute = self.program.options.prefetch == self.program.options.activations == "auto"
+        blocks = self._blocks if saved.peak_bytes > room and choice.form is Form.WHOLE and may_recompute else 0
         if blocks:
             least = self._price(choice, _ALL)
             spared = saved.peak_bytes - least.peak_bytes
@@ -150,7 +151,7 @@ class Search:
             memory=memory,
             recomputed=again,
             blocks=blocks,
-            budget_gb=math.floor(room / 1e3) / 1e6 if again else None,
+            budget_gb=math.floor(max(room, spent.peak_bytes) / 1e3) / 1e6 if again else None,
             host_bytes=spent.host_bytes + (self.ask.states * spent.trained_bytes if spent.host_bytes else 0),
         )
 
@@ -197,20 +198,19 @@ class Search:
         """Bytes that no schedule of a choice goes below: shards, gradients, optimizer state, and all that is kept."""
         params, trained = self._stored
         shards = (params + (1 + self.ask.states) * trained) / choice.shards
-        kept = self._sent[0] * choice.kept_share
+        kept = self._sent.again * choice.kept_share
         return self.ask.reserve_bytes + kept + (shards if choice.offload is Offload.NOTHING else 0.0)
 
     def _at_best(self, choice: Choice, again: float) -> tuple[float, float]:
         """A time that a choice cannot beat if it computes a share of the blocks again, and that of its messages."""
-        gathered, numel, reduced = self._sent
-        there = self.ask.hardware
-        sent = min(gathered, numel * GATHERED_IN.element_bytes) if choice.gather_format else gathered
+        sent, there = self._sent, self.ask.hardware
+        share = min(1.0, GATHERED_IN.element_bytes / self._dtype.itemsize) if choice.gather_format else 1.0
         # Backward gathers over the ranks that keep the parts, in the dtype of computing.
         twice = choice.reshard is Reshard.AFTER_FORWARD and choice.post_forward == 1
         messages = (
-            (GroupRanks(choice.shards), (1 + twice) * sent + reduced),
-            (GroupRanks(choice.post_forward), gathered),
-            (GroupRanks(choice.replicas, choice.shards), 2 * reduced / choice.shards),
+            (GroupRanks(choice.shards), share * (sent.gathered + twice * sent.again) + sent.reduced),
+            (GroupRanks(choice.post_forward), sent.again),
+            (GroupRanks(choice.replicas, choice.shards), 2 * sent.reduced / choice.shards),
         )
         times: dict[str, float] = {}
         for group, size in messages:
@@ -225,9 +225,9 @@ class Search:
         return choice.accumulation * max(computing_us, sent_us), sent_us
 
     @functools.cached_property
-    def _sent(self) -> tuple[float, float, float]:
-        made = [sent_bytes(self._traced(depth, 0).units) for depth in self.depths]
-        return made[0] if self.stack is None else tuple(map(self._between.grow, *made))  # type: ignore[return-value]
+    def _sent(self) -> Sent:
+        made = [sent_bytes(self._traced(depth, 0)) for depth in self.depths]
+        return made[0] if self.stack is None else Sent(*map(self._between.grow, *map(dataclasses.astuple, made)))
 
     @functools.cached_property
     def _stored(self) -> tuple[float, float]:

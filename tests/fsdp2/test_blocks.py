@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_compile
+from fsdp_compile import backend
+from fsdp_compile._torch.dynamo import traced_module
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2.take_over import model_of
+from fsdp_compile.lower.eager import compile_eagerly as compile_eagerly_of_ours
 from fsdp_compile.optim.step_in_backward import step_in_backward
 from tests import long
 from tests.fsdp2.blocks import Deep, by_blocks, pipeline_of
@@ -159,6 +163,25 @@ def _counts() -> tuple[int, int]:
 def test_like_blocks_share_one_graph() -> None:
     """One for the embedding, one for blocks, one for the head."""
     assert run_ranks(_counts) == [(3, 1)] * 2
+
+
+def _of_inductor() -> list[str]:
+    """What Inductor compiles of a model's blocks."""
+    compiled: list[str] = []
+
+    def compile_one(gm: fx.GraphModule, inputs: Any, region: Any, _settings: Any) -> Any:
+        compiled.append(type(traced_module()).__name__)
+        return compile_eagerly_of_ours(gm, inputs, region)
+
+    with mock.patch.object(backend, "compile_with_inductor", compile_one):
+        pair = pair_of(Deep)
+        pair.call = torch.compile(pair.model, backend="fsdp", options={"regions": "blocks"})
+        pair.train(steps=2)
+    return compiled
+
+
+def test_inductor_compiles_no_embedding_or_head_alone() -> None:
+    assert run_ranks(_of_inductor) == [["FSDPBlock"]] * 2
 
 
 def _plain() -> None:

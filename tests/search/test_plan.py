@@ -112,8 +112,13 @@ def _around(depth: int) -> Program:
 
 @pytest.mark.parametrize(
     ("program", "choice", "above"),
-    [(_program, CHOICES[0], 0.02), (_program, CHOICES[5], 0.02), (_around, CHOICES[0], 0.15)],
-    ids=["blocks", "parts of blocks", "a root around them"],
+    [
+        (_program, CHOICES[0], 0.02),
+        (_program, CHOICES[5], 0.02),
+        (_program, Choice(4, 1, Reshard.AUTO, 8, 1), 0.02),
+        (_around, CHOICES[0], 0.15),
+    ],
+    ids=["blocks", "parts of blocks", "some blocks kept", "a root around them"],
 )
 def test_a_deep_model_is_priced_by_few_of_its_blocks(
     program: Callable[[int], Program], choice: Choice, above: float
@@ -210,11 +215,40 @@ def _peak_bytes(fit: Fit) -> int:
         return measured_peak_bytes(scope["model"], x, step, "cpu") + storage_bytes(state)
 
 
+def test_the_page_of_a_model_that_does_not_fit_is_of_what_it_takes_at_least(tmp_path: Path) -> None:
+    program = _program(6)
+    given: dict[str, Any] = {"gpus": RANKS, "tokens_per_step": 512 * RANKS, "hardware": HOSTS, "memory_gb": 1e-3}
+    fit = fsdp_compile.plan(program.model, torch.zeros(512, WIDTH), options=EAGER, **given)
+    assert not fit.fits
+    assert fit.verdict in fit.save_html(tmp_path / "page.html").read_text()
+    assert fit.explain().peak_bytes <= 1.05 * fit.found.smallest.peak_bytes
+
+
+def test_what_is_given_is_not_combined_with_what_it_excludes() -> None:
+    around = _around(2)
+    given: dict[str, Any] = {"gpus": RANKS, "tokens_per_step": 64 * 8 * RANKS, "hardware": HOSTS}
+    looked_up = FSDPOptions(lower="eager", embedding="sharded")
+    fit = fsdp_compile.plan(around.model, *around.args, options=looked_up, allow=["int8_gathers"], **given)
+    assert {(c.choice.post_forward, c.choice.gather_format) for c in fit.best} == {(1, "")}
+    assert fit.explain().peak_bytes <= fit.best[0].peak_bytes  # without the optimizer's state
+    ahead = FSDPOptions(lower="eager", prefetch=1)
+    search = Search(dataclasses.replace(_program(), options=ahead), _ask(memory_bytes=1.0, samples=512))
+    with searching.planning_world(RANKS):
+        assert search.configuration(Choice(4, 1, Reshard.AFTER_FORWARD, 512, 1)).budget_gb is None
+
+
+def test_one_shard_is_sent_nowhere() -> None:
+    program = _program()
+    given: dict[str, Any] = {"gpus": 3, "tokens_per_step": 3, "hardware": HOSTS, "allow": ["int8_gathers"]}
+    fit = fsdp_compile.plan(program.model, *program.args, options=EAGER, **given)
+    assert {c.choice.gather_format for c in fit.best} == {""}
+
+
 WRONG = [
     ({"tokens_per_step": 5}, "not the same number of samples"),
     ({"optimizer": "best"}, "is not known"),
     ({"allow": ["luck"]}, "cannot be allowed"),
-    ({"allow": ["cpu_offload"], "hardware": HOSTS}, "cannot be allowed"),
+    ({"allow": ["cpu_offload"], "hardware": HOSTS}, "memory of a CPU is that of the host"),
     ({"memory_gb": -1.0}, "memory_gb cannot be"),
     ({"gpus": 0}, "cannot plan for 0 ranks"),
     ({"options": {"reshard_after_forward": True}}, "the search chooses reshard_after_forward"),
@@ -267,6 +301,7 @@ def test_each_flag_of_the_command_does_something(tmp_path: Path, capsys: pytest.
     assert _said("--reserve 0.25GB", capsys)["asked"]["reserve_bytes"] == 0.25e9
     assert _said("--allow cpu_offload --device h100", capsys)["smallest"]["memory_bytes"]["parameters"] == 0
     assert "gather_dtype=torch.int8" in _said("--allow int8_gathers --link 0.001", capsys)["code"]
+    assert _said("--allow int8_gathers --link 0.001", capsys)["best"][0]["gather_format"] == "int8"
     assert _said("--param-dtype float32", capsys)["smallest"]["memory_bytes"]["gathered"] > least["gathered"]
     apart, together = (_said(f"--link ethernet-1 --gpus-per-node {ranks}", capsys)["best"][0] for ranks in (1, 2))
     assert apart["step_us"] > together["step_us"]
