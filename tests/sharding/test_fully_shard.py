@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
-    DataParallelMeshDims,
     FSDPModule,
     MixedPrecisionPolicy,
     ShardingStrategy,
@@ -28,6 +27,8 @@ from fsdp_compile.sharding.fully_shard import fully_shard
 from tests import long
 from tests.ranks import on_ranks, run_ranks
 from tests.sharding.models import Block, Model, batch, full, made, same, same_call, train_alike, train_near_one_process
+
+Dims: Any = getattr(torch.distributed.fsdp, "DataParallelMeshDims", None)  # newer than torch 2.11
 
 
 def _names(model: nn.Module) -> list[str]:
@@ -310,7 +311,7 @@ def _placements(shard: Callable[..., Any], mesh: DeviceMesh) -> list[Any]:
     for placement in (Shard(0), Shard(1), Replicate()):
         for mesh_of_params, given in (
             (mesh["tp"], {"mesh": mesh["dp"]}),
-            (mesh, {"mesh": mesh, "dp_mesh_dims": DataParallelMeshDims(shard="dp")}),
+            *([(mesh, {"mesh": mesh, "dp_mesh_dims": Dims(shard="dp")})] if Dims is not None else []),
         ):
             model: Any = nn.Sequential(nn.Linear(8, 8, bias=False))
             over = (placement,) if mesh_of_params.ndim == 1 else (Replicate(), placement)
