@@ -206,7 +206,8 @@ class Pipeline:
         for other in () if titles else order.next:
             if other != call and other not in found:
                 nbytes += other[0].nbytes
-                count = sum(each != call for each in found) + 1
+                # What has stayed for this backward is there: else nothing would be sent while its first graph computes.
+                count = sum(each != call and each not in self._staying for each in (*found, other))
                 if (count > 1 and nbytes > self._largest) if call[0].ahead is None else count > call[0].ahead:
                     break
             found.append(other)
