@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_compile.planner.list_schedule import BudgetError, place
+from fsdp_compile.planner.list_schedule import BudgetError, _shares_of_gathers, place
 from fsdp_compile.planner.problem import Gather, Problem, Reduction, Start, What
 from fsdp_compile.planner.replay import replay
 from tests.planner.problems import each_when_needed, live_bytes, play, problems
@@ -132,6 +132,12 @@ def test_gradients_are_held_while_they_are_on_the_link_and_the_budget_allows() -
     problem = Problem((10.0,) * 4, (), reductions)
     assert place(problem, budget_bytes=8).waits == ((2,), (3,), (4,))
     assert place(problem, budget_bytes=4).waits == ((1,), (2,), (4,))
+
+
+def test_early_gathers_may_leave_room_for_all_gradients_that_are_ready_at_once() -> None:
+    reductions = tuple(Reduction(born=0, ready=1, size_bytes=size, stages_us=(1.0,)) for size in (2, 3))
+    shares = _shares_of_gathers(Problem((1.0,) * 3, (), reductions), budget_bytes=10)
+    assert [list(share) for share in shares] == [[10, 10, 10], [10, 5, 5]]
 
 
 def test_a_budget_that_no_plan_keeps_is_refused_with_the_least_that_one_does() -> None:
