@@ -14,6 +14,8 @@ import torch
 from torch import nn
 
 import fsdp_compile
+from benchmarks.network.emulated import Network, emulated_world
+from benchmarks.network.wire import Link
 from benchmarks.peak import measured_peak_bytes, storage_bytes
 from fsdp_compile import MixedPrecision
 from fsdp_compile.cli.main import main
@@ -196,7 +198,7 @@ def test_advice_makes_a_model_fit_that_does_not(tmp_path: Path) -> None:
 
 
 def _peak_bytes(fit: Fit) -> int:
-    """Peak of a step of the first configuration on one rank, by the very code that is to be written for it."""
+    """Peak of a step of the first configuration in the emulated network, by the very code that is written for it."""
     choice = fit.best[0].choice
     x = torch.zeros(choice.micro_batch, WIDTH)
     scope: dict[str, Any] = {"model": Stack(), "hardware": HOSTS}
@@ -208,7 +210,7 @@ def _peak_bytes(fit: Fit) -> int:
         scope["optimizer"].zero_grad()
 
     torch.compiler.reset()
-    with fake_world(fit.ask.gpus):
+    with emulated_world(fit.ask.gpus, Network(Link(bytes_per_s=1e12))):
         exec(fit.code, scope)
         step()  # compiles, and makes the optimizer's state
         state = [value for of in scope["optimizer"].state.values() for value in of.values()]
