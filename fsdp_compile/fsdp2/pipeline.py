@@ -155,6 +155,7 @@ class Pipeline:
             self._arriving = {}
             self._end_backward()
         self._drop_all()
+        self._staying = []
         self._forward.end()
         self._is_in_forward = True
 

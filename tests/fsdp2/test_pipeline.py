@@ -160,6 +160,31 @@ def test_what_is_used_last_stays_for_backward() -> None:
         assert found["blocks.0"] == found["blocks.1"] == 2
 
 
+class _Short(_NoBiases):
+    """The second block and the head stay for backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = self.blocks[:2]
+
+
+def _events_after_a_forward_alone() -> list[str]:
+    def ours(model: Any) -> None:
+        fsdp_compile.fully_shard(model, reshard_after_forward="auto")
+
+    pair = by_blocks(WithFsdp2(_Short, shard, batch, cross_entropy, ours=ours))
+    pair.train(steps=3)
+    cross_entropy(pair.call, batch(0))  # nobody asks for its gradients
+    return _events(lambda: cross_entropy(pair.call, batch(0)))
+
+
+def test_what_has_stayed_for_no_backward_takes_no_memory_in_the_next_forward() -> None:
+    for events in run_ranks(_events_after_a_forward_alone):
+        # The messages of both blocks are more than the largest one.
+        of_embedding = events.index("FSDP::all_gather_copy_out (embedding)")
+        assert events.index("FSDP::all_gather (blocks.0)") < of_embedding < events.index("FSDP::all_gather (blocks.1)")
+
+
 def _messages_that_are_not_returned() -> list[str]:
     found: list[str] = []
     starts = (collectives.reduce_scatter_tensor.default, collectives.reduce_scatter_tensor_coalesced.default)
