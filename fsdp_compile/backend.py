@@ -41,6 +41,12 @@ from fsdp_compile.options import FSDPOptions
 from fsdp_compile.pipeline import graphs_ahead, keep, transform
 from fsdp_compile.progress import say
 
+ONE_OPERATOR: Final[frozenset[type]] = frozenset({nn.Embedding, nn.Linear})
+"""Modules of which Inductor would compile one operator, which takes it seconds and fuses nothing.
+
+It is used all the same where the user has settings for it, and where it fuses what makes a parameter of 8 bits.
+"""
+
 
 def fsdp(
     gm: fx.GraphModule,
@@ -72,13 +78,6 @@ def fsdp(
     if checked.embedding == "sharded":
         shard_lookups(gm)
     return _compile(gm, example_inputs, checked, settings)
-
-
-ONE_OPERATOR: Final[frozenset[type]] = frozenset({nn.Embedding, nn.Linear})
-"""Modules of which Inductor would compile one operator, which takes it seconds and fuses nothing.
-
-It is used all the same where the user has settings for it, and where it fuses what makes a parameter of 8 bits.
-"""
 
 
 def _compile(

@@ -86,7 +86,6 @@ class Between:
     def price(self, few: Price, more: Price, *, kept_share: float) -> Price:
         """The price of the whole model, of whose gathered parameters a share is kept for backward."""
         grows = (*_PER_BLOCK, *((Holder.UNSHARDED,) if kept_share else ()))
-
         most = {holder: self.grow(few.most(holder), more.most(holder)) for holder in grows}
 
         def held(a: Held, b: Held) -> Held:

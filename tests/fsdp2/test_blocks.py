@@ -165,7 +165,7 @@ def test_like_blocks_share_one_graph() -> None:
     assert run_ranks(_counts) == [(3, 1)] * 2
 
 
-def _of_inductor() -> list[str]:
+def _of_inductor(options: dict[str, Any]) -> list[str]:
     """What Inductor compiles of a model's blocks."""
     compiled: list[str] = []
 
@@ -175,13 +175,15 @@ def _of_inductor() -> list[str]:
 
     with mock.patch.object(backend, "compile_with_inductor", compile_one):
         pair = pair_of(Deep)
-        pair.call = torch.compile(pair.model, backend="fsdp", options={"regions": "blocks"})
+        pair.call = torch.compile(pair.model, backend="fsdp", options={"regions": "blocks", **options})
         pair.train(steps=2)
     return compiled
 
 
-def test_inductor_compiles_no_embedding_or_head_alone() -> None:
-    assert run_ranks(_of_inductor) == [["FSDPBlock"]] * 2
+def test_inductor_compiles_no_embedding_or_head_alone_unless_it_has_settings() -> None:
+    assert run_ranks(_of_inductor, {}) == [["FSDPBlock"]] * 2
+    settings = {"inductor": {"max_autotune": False}}
+    assert run_ranks(_of_inductor, settings) == [["FSDPEmbedding", "FSDPBlock", "FSDPLinear"]] * 2
 
 
 def _plain() -> None:
