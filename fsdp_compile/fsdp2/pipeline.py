@@ -5,11 +5,11 @@
     backward    graph of block 3       graph of block 2       graph of block 1
     running     gather 2               gather 1, reduce 3     reduce 2
 
-A graph that is about to run waits for its messages, and starts the gathers of the graphs that came after it in the step
-before: as many as fit into the memory of the largest one, and at least one. Where its unit has a list of what to
-prefetch, it starts those instead, and they stay until they are used. Where another graph comes, its messages are
-gathered when it is called, as in the first step. Gathers run ahead only within one forward of the root, or within one
-backward, since parameters may change in between.
+A graph that is about to run starts the gathers of the graphs that came after it in the step before: as many as fit into
+the memory of the largest one, and at least one. It waits for its own messages one by one, where it needs them. Where
+its unit has a list of what to prefetch, it starts those instead, and they stay until they are used. Where another graph
+comes, its messages are gathered when it is called, as in the first step. Gathers run ahead only within one forward of
+the root, or within one backward, since parameters may change in between.
 
 Under `reshard_after_forward="auto"` messages stay from forward to backward in the memory that gathers ahead leave: at
 the end of a forward nothing is ahead, and those of the last graphs, which backward needs first, are not gathered again.
@@ -18,8 +18,10 @@ the end of a forward nothing is ahead, and those of the last graphs, which backw
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -35,24 +37,40 @@ _LOGGER: Final = logging.getLogger("fsdp_compile.progress")
 
 
 @dataclasses.dataclass(frozen=True)
-class Head:
-    """The all-gathers at the beginning of a graph. Heads with the same code are equal.
+class Gather:
+    """An all-gather at the beginning of a graph, of one or more messages. Those with the same code are equal.
 
     Attributes:
         code: Of `start`.
-        start: Takes flat tensors, returns running all-gathers.
+        start: Takes flat tensors, returns running messages.
         flats: Positions of these flat tensors among the inputs of the graph.
-        nbytes: Of the gathered messages, which the graph takes after its own inputs.
-        ahead: How many graphs that follow may gather ahead; `None` for what fits into the memory of the largest.
-        may_stay: Whether the messages may stay in memory for a backward, which may find them by an equal head.
+        nbytes: Of the gathered messages.
     """
 
     code: str
     start: Callable[..., Sequence[torch.Tensor]] = dataclasses.field(compare=False)
     flats: tuple[int, ...] = dataclasses.field(compare=False)
     nbytes: int = dataclasses.field(compare=False)
-    ahead: int | None = dataclasses.field(compare=False)
-    may_stay: bool = dataclasses.field(compare=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """The all-gathers at the beginning of a graph, whose running messages it takes after its own inputs.
+
+    Attributes:
+        gathers: In their order.
+        ahead: How many graphs that follow may gather ahead; `None` for what fits into the memory of the largest.
+        may_stay: Whether the messages may stay in memory for a backward, which may find them by equal gathers.
+    """
+
+    gathers: tuple[Gather, ...]
+    ahead: int | None
+    may_stay: bool
+
+    @property
+    def flats(self) -> Iterator[int]:
+        """Positions of all flat tensors that it gathers."""
+        return itertools.chain.from_iterable(gather.flats for gather in self.gathers)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -94,7 +112,26 @@ class Reduction:
         return self._values
 
 
-_Call = tuple[Head, tuple["ParamGroup", ...]]
+_Message = tuple[Gather, tuple["ParamGroup", ...]]
+"""Of a graph, what is gathered together, and of which groups."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A call of a graph: what it gathers."""
+
+    messages: tuple[_Message, ...]
+    head: Head = dataclasses.field(compare=False)
+
+    @property
+    def groups(self) -> Iterator[ParamGroup]:
+        """The parameter groups that it gathers."""
+        return itertools.chain.from_iterable(groups for _, groups in self.messages)
+
+    @functools.cached_property
+    def nbytes(self) -> int:
+        """Of the gathered messages."""
+        return sum(gather.nbytes for gather, _ in self.messages)
 
 
 class _Order:
@@ -125,7 +162,7 @@ class _Order:
     def named(self, titles: Collection[str]) -> Sequence[_Call]:
         """The calls that read some units, and those that were named before."""
         once = dict.fromkeys(self.next)
-        self._named = [c for c in once if c in self._named or any(group.unit.title in titles for group in c[1])]
+        self._named = [c for c in once if c in self._named or any(group.unit.title in titles for group in c.groups)]
         return self._named
 
     def end(self) -> None:
@@ -139,9 +176,9 @@ class Pipeline:
 
     def __init__(self) -> None:
         self._forward, self._backward = _Order(), _Order()
-        self._ahead: dict[_Call, tuple[Sequence[torch.Tensor], Sequence[int]]] = {}
+        self._ahead: dict[_Message, tuple[Sequence[torch.Tensor], Sequence[int]]] = {}
         self._staying: list[_Call] = []
-        """Of those, what graphs of this forward have used, the last one last."""
+        """Graphs of this forward whose messages are among those, the last one last."""
         self._largest = 0
         self._is_in_forward = False
         self._running: list[Reduction] = []
@@ -161,55 +198,61 @@ class Pipeline:
 
     def end_forward(self) -> None:
         """After a forward of the root."""
-        self._drop_all(keep=self._staying)
+        self._drop_all(keep=list(_messages_of(self._staying)))
         self._forward.end()
         self._is_in_forward = False
 
-    def gathered(self, call: _Call) -> list[torch.Tensor]:
-        """The gathered messages of a graph that is about to run; starts those of the graphs that follow it."""
+    def gathering(self, call: _Call) -> list[torch.Tensor]:
+        """The running messages of a graph that is about to run; starts those of the graphs that follow it."""
         expected: list[_Call] = []
         if self._follow_backward() != -1:
             expected = self._expected_after(call, self._backward)
         elif self._is_in_forward:
             expected = self._expected_after(call, self._forward)
-        running, versions = self._ahead.pop(call, ((), ()))
-        if list(versions) != _versions(call):
-            _wait(running)
-            running = _start(call)
+        own = {message: self._taken(message) for message in call.messages}
         self._stay(call, expected)
-        self._drop_all(keep=(*expected, *self._staying))
-        for other in (*expected, *self._staying):
-            if other == call:
-                self._ahead[call] = running, _versions(call)
-            elif other not in self._ahead:
-                self._ahead[other] = _start(other), _versions(other)
-        with profiled(Range.ALL_GATHER_COPY_OUT, [call[1][0].title]):
-            return _wait(running)
+        kept = list(_messages_of((*expected, *self._staying)))
+        self._drop_all(keep=kept)
+        for message in kept:
+            if message not in self._ahead:
+                self._ahead[message] = (own[message] if message in own else _start(message)), _versions(message)
+        return [each for message in call.messages for each in own[message]]
+
+    def _taken(self, message: _Message) -> Sequence[torch.Tensor]:
+        """A message that runs ahead, or else starts now."""
+        running, versions = self._ahead.pop(message, ((), ()))
+        if list(versions) == _versions(message):
+            return running
+        _wait(running)
+        return _start(message)
 
     def _stay(self, call: _Call, expected: Sequence[_Call]) -> None:
         """Chooses what stays for backward: the messages of `call`, and of graphs before it where gathers leave room."""
         used, self._staying = self._staying, []
-        if self._is_in_forward and call[0].may_stay and backward_in_progress() == -1:
-            room = self._largest - sum(other[0].nbytes for other in {*expected} - {call})
+        if self._is_in_forward and call.head.may_stay and backward_in_progress() == -1:
+            room = self._largest - sum(other.nbytes for other in {*expected} - {call})
             for other in reversed(used):
-                if other != call and other not in expected and (room := room - other[0].nbytes) >= 0:
+                if other != call and other not in expected and (room := room - other.nbytes) >= 0:
                     self._staying.insert(0, other)
             self._staying.append(call)
 
     def _expected_after(self, call: _Call, order: _Order) -> list[_Call]:
         """The calls whose messages may be in memory while `call` computes."""
-        self._largest = max(self._largest, call[0].nbytes)
+        self._largest = max(self._largest, call.nbytes)
         if not order.follow(call) and not self._has_told:
             self._has_told = True
-            _LOGGER.info("unit %s: another graph than in the step before gathers when it is called", call[1][0].title)
-        titles = {title for group in call[1] for title in group.unit.prefetched[order is self._backward]}
+            title = next(call.groups).title
+            _LOGGER.info("unit %s: another graph than in the step before gathers when it is called", title)
+        titles = {title for group in call.groups for title in group.unit.prefetched[order is self._backward]}
+        stayed = set(_messages_of(self._staying))
         found, nbytes = list[_Call](), 0
         for other in () if titles else order.next:
             if other != call and other not in found:
-                nbytes += other[0].nbytes
+                nbytes += other.nbytes
                 # What has stayed for this backward is there: else nothing would be sent while its first graph computes.
-                count = sum(each != call and each not in self._staying for each in (*found, other))
-                if (count > 1 and nbytes > self._largest) if call[0].ahead is None else count > call[0].ahead:
+                count = sum(each != call and not stayed.issuperset(each.messages) for each in (*found, other))
+                ahead = call.head.ahead
+                if (count > 1 and nbytes > self._largest) if ahead is None else count > ahead:
                     break
             found.append(other)
         return [*found, *(other for other in order.named(titles) if other not in found)]
@@ -259,17 +302,17 @@ class Pipeline:
         self._drop_all()
         self._backward.end()
 
-    def _drop_all(self, keep: Collection[_Call] = ()) -> None:
-        for call in [call for call in self._ahead if call not in keep]:
-            _wait(self._ahead.pop(call)[0])
+    def _drop_all(self, keep: Collection[_Message] = ()) -> None:
+        for message in [message for message in self._ahead if message not in keep]:
+            _wait(self._ahead.pop(message)[0])
 
 
-def gathered(head: Head, groups: Mapping[int, ParamGroup], args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The gathered messages of a graph that is about to run; `groups` are by the positions of their flat tensors."""
+def gathering(head: Head, groups: Mapping[int, ParamGroup], args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The running messages of a graph that is about to run; `groups` are by the positions of their flat tensors."""
     pipeline = _pipeline(groups, head.flats)
     if pipeline is None:
-        return _wait(head.start(*(args[at] for at in head.flats)))
-    return pipeline.gathered((head, tuple(groups[at] for at in head.flats)))
+        return [each for gather in head.gathers for each in gather.start(*(args[at] for at in gather.flats))]
+    return pipeline.gathering(_Call(tuple((one, tuple(groups[at] for at in one.flats)) for one in head.gathers), head))
 
 
 def reduced(tail: Tail, groups: Mapping[int, ParamGroup], outputs: Sequence[Any], *, now: bool) -> list[Any]:
@@ -287,7 +330,7 @@ def reduced(tail: Tail, groups: Mapping[int, ParamGroup], outputs: Sequence[Any]
     return made
 
 
-def _pipeline(groups: Mapping[int, ParamGroup], flats: Sequence[int]) -> Pipeline | None:
+def _pipeline(groups: Mapping[int, ParamGroup], flats: Iterable[int]) -> Pipeline | None:
     """That of the model that some flat tensors are of; `None` for those of several models, which wait at once.
 
     Also for copies of flat tensors, which hooks on saved tensors have made.
@@ -296,16 +339,21 @@ def _pipeline(groups: Mapping[int, ParamGroup], flats: Sequence[int]) -> Pipelin
     return pipelines.pop() if len(pipelines) == 1 else None
 
 
-def _start(call: _Call) -> Sequence[torch.Tensor]:
-    head, groups = call
+def _messages_of(calls: Iterable[_Call]) -> Iterator[_Message]:
+    return itertools.chain.from_iterable(call.messages for call in calls)
+
+
+def _start(message: _Message) -> Sequence[torch.Tensor]:
+    gather, groups = message
     with profiled(Range.ALL_GATHER, [group.title for group in groups]):
-        return head.start(*(group.flat for group in groups))
+        return gather.start(*(group.flat for group in groups))
 
 
-def _wait(running: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [collectives.wait_tensor(each) for each in running]
+def _wait(running: Iterable[torch.Tensor]) -> None:
+    for each in running:
+        collectives.wait_tensor(each)
 
 
-def _versions(call: _Call) -> list[int]:
+def _versions(message: _Message) -> list[int]:
     # A write to a DTensor counts on the DTensor, and not on its local tensor, the view of the flat tensor.
-    return [each._version for group in call[1] for each in (group.flat, *(param.parameter for param in group.params))]
+    return [each._version for group in message[1] for each in (group.flat, *(p.parameter for p in group.params))]

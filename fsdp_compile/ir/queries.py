@@ -269,8 +269,13 @@ def named_gathers(step: StepGraph) -> list[Named]:
 
 def last_wait(gather: fx.Node, order: dict[fx.Node, int]) -> fx.Node:
     """The last wait for a message of an all-gather."""
-    started = [gather, *(user for user in gather.users if role_of(user) is Role.GATHER_ITEM)]
-    return last_of([u for s in started for u in s.users if role_of(u) is Role.GATHER_WAIT], order)
+    return last_of(waits_of(gather), order)
+
+
+def waits_of(gather: fx.Node) -> list[fx.Node]:
+    """The waits for the messages of an all-gather, in the order of the messages."""
+    items = [user for user in gather.users if role_of(user) is Role.GATHER_ITEM] or [gather]
+    return [user for item in items for user in item.users if role_of(user) is Role.GATHER_WAIT]
 
 
 def functions_of(call: fx.Node) -> list[fx.Node]:

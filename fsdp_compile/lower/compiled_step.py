@@ -20,7 +20,7 @@ from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.fsdp2 import edge
 from fsdp_compile.fsdp2.buffers import CastBuffer
 from fsdp_compile.fsdp2.param_group import ParamGroup
-from fsdp_compile.fsdp2.pipeline import Head, Tail, gathered, reduced
+from fsdp_compile.fsdp2.pipeline import Head, Tail, gathering, reduced
 from fsdp_compile.ir.graph import MADE, Phase, Record, Role, StepGraph, require, role_of
 from fsdp_compile.ir.queries import beside, flat_of
 from fsdp_compile.layout.spec import GradPlacement, Update
@@ -123,7 +123,7 @@ class CompiledStep:
             with nullcontext() if self.has_updates else below_autograd():
                 try:
                     if self.head is not None:
-                        args += gathered(self.head, groups, args)
+                        args += gathering(self.head, groups, args)
                     with ranges(self.calls, names):
                         outputs = compiled(args)
                     if self.tail is not None:

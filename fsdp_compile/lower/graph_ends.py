@@ -7,8 +7,9 @@ A graph of one block could overlap its all-gather with nothing, since all that i
     graph              wait(running), compute, reduce_scatter
     tail                                               wait, divide         runs after the next graph has computed
 
-The graph takes gathered messages as its last inputs, and returns running reductions as its last outputs. Head and
-tail are graphs of their own, which run operator by operator (`fsdp2/pipeline.py` says when).
+The graph takes running all-gathers as its last inputs, and waits for each where it needs its message; it returns
+running reductions as its last outputs. Head and tail are graphs of their own, which run operator by operator
+(`fsdp2/pipeline.py` says when).
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ import torch
 from torch import fx
 
 from fsdp_compile._torch.dynamo import LazyGraphModule
-from fsdp_compile.fsdp2.pipeline import Head, Tail
+from fsdp_compile.fsdp2.pipeline import Gather, Head, Tail
 from fsdp_compile.ir.graph import SENT, Role, StepGraph, require, role_of
-from fsdp_compile.ir.queries import flat_of
+from fsdp_compile.ir.queries import flat_of, waits_of
 from fsdp_compile.layout.spec import Reshard
 
 _HEAD = frozenset({*SENT, Role.GATHER, Role.GATHER_ITEM})
@@ -40,7 +41,7 @@ _TAIL = frozenset(
 
 
 def take_head(step: StepGraph, ahead: int | None, *, has_backward: bool) -> tuple[Head | None, list[torch.Tensor]]:
-    """Takes the all-gathers of the first unit out of a graph, which takes their messages as further inputs.
+    """Takes the all-gathers of the first unit out of a graph, which takes them running as further inputs.
 
     Args:
         step: A planned graph; changed.
@@ -48,38 +49,40 @@ def take_head(step: StepGraph, ahead: int | None, *, has_backward: bool) -> tupl
         has_backward: Whether it is a forward of a training step.
 
     Returns:
-        `None` if it has none, or if they gather what the graph, and not a parameter group, has; and stand-ins of the
-        messages.
+        `None` if it has none, or if they gather what the graph, and not a parameter group, has; and stand-ins of what
+        runs.
     """
-    first = next(step.nodes(Role.GATHER), None)
-    if first is None:
+    starts = list(step.nodes(Role.GATHER))
+    if not starts:
         return None, []
-    units = set(require(first).units)
-    waits = [node for node in step.nodes(Role.GATHER_WAIT) if units & set(require(node).units)]
-    running = [wait.all_input_nodes[0] for wait in waits]
-    taken = _with_sources(running)
+    units = set(require(starts[0]).units)
     inputs = step.graph.find_nodes(op="placeholder")
-    flats = [node for node in inputs if node in taken]
-    if any(role_of(node) not in _HEAD for node in taken.difference(flats)) or any(
-        role_of(node) is not Role.FLAT for node in flats
-    ):
+    last, gathers, messages = inputs[-1], list[Gather](), list[fx.Node]()
+    first = {start: waits_of(start) for start in starts if units & set(require(start).units)}
+    sources = {start: _with_sources([start]) for start in first}
+    read = [node for node in inputs if any(node in each for each in sources.values())]
+    computed = set().union(*sources.values()).difference(inputs)
+    if any(role_of(node) not in _HEAD for node in computed) or any(role_of(node) is not Role.FLAT for node in read):
         return None, []
-    start = _graph_of(step, flats, [node for node in step.graph.nodes if node in taken], running)
-    last = inputs[-1]
-    for number, wait in enumerate(waits):
-        with step.graph.inserting_after(last):
-            last = step.graph.placeholder(f"gathered_{number}")
-        last.meta.update(wait.meta)
-        wait.replace_all_uses_with(last)
-        step.graph.erase_node(wait)
+    for start, waits in first.items():
+        running = [wait.all_input_nodes[0] for wait in waits]
+        flats = [node for node in read if node in sources[start]]
+        taken = {*sources[start], *running}
+        graph = _graph_of(step, flats, [node for node in step.graph.nodes if node in taken], running)
+        nbytes = sum(node.meta["val"].nbytes for node in running)
+        gathers.append(Gather(graph.code, graph, tuple(map(inputs.index, flats)), nbytes))
+        for wait, node in zip(waits, running, strict=True):
+            with step.graph.inserting_after(last):
+                last = step.graph.placeholder(f"gathering_{len(messages)}")
+            last.meta.update(node.meta)
+            wait.replace_input_with(node, last)
+            messages.append(last)
     for node in reversed(list(step.graph.nodes)):
-        if node in taken and node.op != "placeholder" and not node.users:
+        if (node in computed or role_of(node) is Role.GATHER_ITEM) and node.op != "placeholder" and not node.users:
             step.graph.erase_node(node)
-    positions = tuple(place for place, node in enumerate(inputs) if node in taken)
-    messages = [wait.meta["val"] for wait in waits]
-    nbytes = sum(message.numel() * message.element_size() for message in messages)
-    is_open = all(spec.reshard is Reshard.AUTO for flat in flats for spec in require(flat).specs)
-    return Head(start.code, start, positions, nbytes, ahead, has_backward and ahead is None and is_open), messages
+    is_open = all(spec.reshard is Reshard.AUTO for flat in read for spec in require(flat).specs)
+    head = Head(tuple(gathers), ahead, has_backward and ahead is None and is_open)
+    return head, [message.meta["val"] for message in messages]
 
 
 def take_tail(step: StepGraph) -> Tail | None:

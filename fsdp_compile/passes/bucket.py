@@ -77,15 +77,12 @@ class BucketCollectives:
 
     Attributes:
         hardware: If given, its times choose what is one message.
-        splits_edges: Whether units that by these times cannot be hidden at the edges of the graph are split; no use
-            where the collectives at the edges run outside of the graph.
         reduce_layout: Of the messages of reductions; FSDP2's is neither split nor joined.
         join_bytes: Units share collectives up to this many bytes of full parameters, or of full gradients; 0 for none.
         follow: If given, which parameters share a collective is as in another rank's plan.
     """
 
     hardware: Hardware | None = None
-    splits_edges: bool = True
     reduce_layout: ReduceLayout = ReduceLayout.ALIGNED
     join_bytes: int = 0
     follow: FollowOrder | None = None
@@ -126,7 +123,7 @@ class BucketCollectives:
         reductions = by_unit(reduced)
         if is_aligned:
             reductions = join_reductions(reductions, self.join_bytes, step.order(), partials)
-        if self.hardware is not None and self.splits_edges:
+        if self.hardware is not None:
             edges = edges_of(step, self.hardware)
             gathers = edges.split_gathers(gathers)
             if is_aligned:

@@ -36,6 +36,7 @@ from fsdp_compile.passes.bucketing.messages import (
     Bucket,
     Packing,
     ParamCollective,
+    by_offset,
     collective_of,
     is_small,
     make_bucket,
@@ -79,7 +80,7 @@ class Edges:
     def split_gathers(self, groups: Groups) -> Groups:
         """Splits groups, in the order in which they are read, that would delay computing from their first use on."""
         least_us, over_us = self.total_us, 0.0
-        for run in (run for group in groups for run in self._runs(group, Kind.GATHER)):
+        for run in (run for group in groups for run in self._first_runs(group)):
             over_us += self._time_us(run, Kind.GATHER)
             least_us = max(least_us, over_us + self._left_us(run))
         done: Groups = []
@@ -87,7 +88,7 @@ class Edges:
         for group in groups:
             over_us += self._time_us(group, Kind.GATHER)
             late = over_us + self._left_us(group) > NEAR * least_us
-            done += self._runs(group, Kind.GATHER) if late else [group]
+            done += self._first_runs(group) if late else [group]
         return done
 
     def split_reductions(self, groups: Groups) -> Groups:
@@ -111,6 +112,11 @@ class Edges:
     def _ready_us(self, singles: Sequence[ParamCollective]) -> float:
         """Time of computing until the last of their gradients is there."""
         return max(self.before_us[single.start] for single in singles)
+
+    def _first_runs(self, singles: Sequence[ParamCollective]) -> Groups:
+        """Cuts what is gathered, the same in forward and in backward, so that a block's message may stay for both."""
+        runs = self._runs(by_offset(singles), Kind.GATHER)
+        return sorted(runs, key=lambda run: min(self.before_us[single.start] for single in run))
 
     def _last_runs(self, singles: Sequence[ParamCollective]) -> Groups:
         """Cuts a sequence from its end."""
