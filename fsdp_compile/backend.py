@@ -106,7 +106,7 @@ def _compile(
         inserted[step.phase] = inserted_in(step)
 
     def run_passes(step: StepGraph, lines: Lines | None = None) -> StepGraph:
-        return transform(step, options, note_inserted, lines)
+        return transform(step, options, note_inserted, lines, whole=whole)
 
     # A CUDA graph cannot return a collective that runs, and memory is poisoned where a graph has read it last.
     records = {**settings, **options.inductor}.get("triton.cudagraphs", inductor_config.triton.cudagraphs)

@@ -51,11 +51,12 @@ KINDS_OF_SCHEDULES: Final = ("auto", "BACKWARD_PRE", 1)
 """Values of `FSDPOptions.prefetch` that together run every pass."""
 
 
-def passes(options: FSDPOptions) -> tuple[GraphPass[Any], ...]:
+def passes(options: FSDPOptions, *, whole: bool = True) -> tuple[GraphPass[Any], ...]:
     """The passes in the order in which they run; `bucket_mb="auto"` depends on a graph, and joins no units here."""
     hardware = options.planned_for or named_hardware()
     bucket = BucketCollectives(
         hardware=hardware if options.prefetch == "auto" else None,
+        whole=whole,
         reduce_layout=ReduceLayout(options.reduce_layout),
         join_bytes=join_bytes(options),
     )
@@ -125,6 +126,8 @@ def transform(
     options: FSDPOptions,
     seen: Callable[[StepGraph], None] = lambda _: None,
     follow: Sequence[str] | None = None,
+    *,
+    whole: bool = True,
 ) -> StepGraph:
     """Runs all passes on one graph in place, verifies it and returns it; its module is not recompiled.
 
@@ -133,6 +136,7 @@ def transform(
         options: Of the compile.
         seen: Called with the graph once its collectives are inserted, and nothing is planned.
         follow: The collectives of a plan of another rank, in their order, that the graph has to keep.
+        whole: Whether it is all of its model; else the collectives at its ends will run outside of it.
 
     Raises:
         ConfigError: If `options.stop_after` names no pass, or no schedule keeps `options.memory_budget_gb`.
@@ -140,7 +144,7 @@ def transform(
         CannotFollowError: If the graph cannot keep the order of `follow`.
     """
     with without_collections():
-        return _transform(step, options, seen, follow)
+        return _transform(step, options, seen, follow, whole=whole)
 
 
 def _transform(
@@ -148,12 +152,14 @@ def _transform(
     options: FSDPOptions,
     seen: Callable[[StepGraph], None],
     follow: Sequence[str] | None,
+    *,
+    whole: bool,
 ) -> StepGraph:
     watcher = Watcher(options.artifacts)
     watcher.captured(step)
     options = for_graph(step, options)
     limits = limits_of(step.phase, options)
-    selected = _selected(options)
+    selected = _selected(options, whole=whole)
     if follow is not None:
         selected = _with_order(selected, follow)
     for graph_pass in selected:
@@ -198,9 +204,9 @@ def _refuse_with_a_budget(plan: ExplicitPlan, options: FSDPOptions) -> None:
         )
 
 
-def _selected(options: FSDPOptions) -> tuple[GraphPass[Any], ...]:
+def _selected(options: FSDPOptions, *, whole: bool) -> tuple[GraphPass[Any], ...]:
     """The passes that run: all, or those up to `options.stop_after`."""
-    every = passes(options)
+    every = passes(options, whole=whole)
     if options.stop_after is None:
         return every
     names = [CAPTURE, *(one.name for one in every)]

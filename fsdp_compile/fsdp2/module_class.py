@@ -152,7 +152,6 @@ def _make(base: type, reads: Sequence[ParamRead], originals: Sequence[str]) -> t
         MANAGED: _Unseen(_is_managed),
         _BASE: base,
         "named_parameters": _named_parameters,
-        "_parameters": property(_registered),
         "__slots__": (),
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
@@ -266,14 +265,6 @@ def _is_managed(_: nn.Module) -> bool:
     return True if torch.compiler.is_dynamo_compiling() else root_translator() is None
 
 
-def _registered(self: nn.Module) -> dict[str, nn.Parameter | None]:
-    """`_parameters`: in a forward that is traced, the results of reads."""
-    registered: dict[str, nn.Parameter | None] = self.__dict__["_parameters"]
-    if torch.compiler.is_compiling() and traces_a_forward():
-        return {name: getattr(self, name) for name in registered}
-    return registered
-
-
 def _named_parameters(
     self: Any,
     prefix: str = "",
@@ -304,5 +295,5 @@ def _traced_parameters(self, prefix, recurse, remove_duplicate):  # type: ignore
     return iter(found)
 
 
-for _function in (_marker, _replace, _gather_deferred, _registered, _named_parameters, _traced_parameters, _is_managed):
+for _function in (_marker, _replace, _gather_deferred, _named_parameters, _traced_parameters, _is_managed):
     skip_code(_function.__code__)

@@ -77,12 +77,14 @@ class BucketCollectives:
 
     Attributes:
         hardware: If given, its times choose what is one message.
+        whole: Whether the graph is all of its model.
         reduce_layout: Of the messages of reductions; FSDP2's is neither split nor joined.
         join_bytes: Units share collectives up to this many bytes of full parameters, or of full gradients; 0 for none.
         follow: If given, which parameters share a collective is as in another rank's plan.
     """
 
     hardware: Hardware | None = None
+    whole: bool = True
     reduce_layout: ReduceLayout = ReduceLayout.ALIGNED
     join_bytes: int = 0
     follow: FollowOrder | None = None
@@ -124,7 +126,7 @@ class BucketCollectives:
         if is_aligned:
             reductions = join_reductions(reductions, self.join_bytes, step.order(), partials)
         if self.hardware is not None:
-            edges = edges_of(step, self.hardware)
+            edges = edges_of(step, self.hardware, whole=self.whole)
             gathers = edges.split_gathers(gathers)
             if is_aligned:
                 reductions = edges.split_reductions(reductions)

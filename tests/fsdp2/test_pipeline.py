@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import gc
 import logging
 import weakref
@@ -19,6 +20,8 @@ from torch.distributed.fsdp import fully_shard
 
 import fsdp_compile
 from fsdp_compile._torch.distributed import collectives
+from fsdp_compile.cost.hardware import DEVICES, Hardware
+from fsdp_compile.cost.links import Quantity, make_link
 from fsdp_compile.fsdp2.pipeline import Tail
 from fsdp_compile.fsdp2.take_over import model_of
 from fsdp_compile.ir.graph import StepGraph
@@ -26,7 +29,7 @@ from fsdp_compile.lower import graph_ends, region
 from fsdp_compile.lower.compiled_step import CompiledStep
 from fsdp_compile.ops.effects import erase_markers
 from tests.fsdp2.blocks import Deep, by_blocks, pipeline_of
-from tests.fsdp2.decoder import batch, cross_entropy, pair_of, shard
+from tests.fsdp2.decoder import WIDTH, batch, cross_entropy, pair_of, shard
 from tests.passes.test_offload import BACKWARD, transformed
 from tests.ranks import on_ranks, run_ranks
 from tests.two_sides import REDUCED_TWICE, WithFsdp2, local
@@ -158,6 +161,48 @@ def test_what_is_used_last_stays_for_backward() -> None:
     for found in run_ranks(_gathers_of_each_unit):
         assert {name for name, count in found.items() if count == 1} >= {"blocks.3", "head"}
         assert found["blocks.0"] == found["blocks.1"] == 2
+
+
+class _WideBlock(nn.Module):
+    """Of weights that are large enough for messages of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(WIDTH, 4096, bias=False)
+        self.b = nn.Linear(4096, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.b(torch.relu(self.a(x)))
+
+
+class _Wide(_NoBiases):
+    block = _WideBlock
+
+
+NONE = Quantity(0.0, "us", "a test")
+SLOW = Hardware(DEVICES["cpu"], dataclasses.replace(make_link("slow", 1.0, "a test"), launch=NONE, hop=NONE))
+
+
+def _waits_of_wide_blocks() -> tuple[list[str], list[str]]:
+    def ours(model: Any) -> None:
+        fsdp_compile.fully_shard(model, reshard_after_forward="auto")
+
+    pair = by_blocks(WithFsdp2(_Wide, shard, batch, cross_entropy, ours=ours), hardware=SLOW)
+    pair.train(steps=3)
+    losses: list[torch.Tensor] = []
+    forward = _events(lambda: losses.append(cross_entropy(pair.call, batch(0))))
+    return forward, _events(losses[0].backward)
+
+
+def test_a_block_waits_for_each_weight_where_it_needs_it() -> None:
+    """Backward needs the weights in the other order, and finds those that have stayed all the same."""
+    for forward, backward in run_ranks(_waits_of_wide_blocks):
+        wait = "FSDP::all_gather_copy_out (blocks.1)"
+        first, second = (number for number, name in enumerate(forward) if name == wait)
+        assert "aten::mm" in forward[first:second]
+        assert forward.count("FSDP::all_gather (blocks.1)") == backward.count("FSDP::all_gather (blocks.1)") == 2
+        assert forward.count("FSDP::all_gather (blocks.3)") == 2
+        assert "FSDP::all_gather (blocks.3)" not in backward
 
 
 class _Short(_NoBiases):

@@ -10,6 +10,8 @@
    last gradients are still being reduced when it ends. Computing from a gather's first use on follows the gather and
    all gathers before it. The largest sum of the two is the earliest end of the graph. Units are split whose sum is
    larger than it would be if every unit were split.
+   The graph of a block may be at an edge of its model or not: its unit is always split, into pieces so large that
+   latencies take 1 % of the time. A message may stay for both phases, so both have the same pieces.
 3. `join_gathers`, `join_reductions`: neighbouring units share a collective if they are so small that its latency takes
    most of its time (40 gathers of 5 KB -> 2 gathers of 100 KB). Unsharded parameters, and full gradients that wait for
    their reduction, grow by no more than the bytes given.
@@ -64,6 +66,8 @@ def cheapest_bucket(singles: Sequence[ParamCollective], hardware: Hardware | Non
 
 LEAST_LATENCIES = 4.0
 """A bucket is not split further once its bytes take less than this many times the latency of a collective."""
+LEAST_LATENCIES_OF_PART = 100.0
+"""The same for the graph of a part of a model, which is split wherever it is."""
 NEAR = 1.002
 """A graph may end later by this factor before a unit is split for it."""
 Groups = list[list[ParamCollective]]
@@ -71,11 +75,19 @@ Groups = list[list[ParamCollective]]
 
 @dataclasses.dataclass(frozen=True)
 class Edges:
-    """Times of a graph, which say what is at its edges; `before_us` is the time of computing all nodes before one."""
+    """Times of a graph, which say what is at its edges.
+
+    Attributes:
+        before_us: The time of computing all nodes before one.
+        total_us: The time of computing all.
+        hardware: Of the links.
+        whole: Whether the graph is all of its model.
+    """
 
     before_us: dict[fx.Node, float]
     total_us: float
     hardware: Hardware
+    whole: bool
 
     def split_gathers(self, groups: Groups) -> Groups:
         """Splits groups, in the order in which they are read, that would delay computing from their first use on."""
@@ -88,7 +100,7 @@ class Edges:
         for group in groups:
             over_us += self._time_us(group, Kind.GATHER)
             late = over_us + self._left_us(group) > NEAR * least_us
-            done += self._first_runs(group) if late else [group]
+            done += self._first_runs(group) if late or not self.whole else [group]
         return done
 
     def split_reductions(self, groups: Groups) -> Groups:
@@ -102,7 +114,7 @@ class Edges:
         for group in groups[::-1]:
             left_us += self._time_us(group, Kind.REDUCE)
             late = self._ready_us(group) + left_us > NEAR * least_us
-            done = (self._last_runs(group) if late else [group]) + done
+            done = (self._last_runs(group) if late or not self.whole else [group]) + done
         return done
 
     def _left_us(self, singles: Sequence[ParamCollective]) -> float:
@@ -114,7 +126,9 @@ class Edges:
         return max(self.before_us[single.start] for single in singles)
 
     def _first_runs(self, singles: Sequence[ParamCollective]) -> Groups:
-        """Cuts what is gathered, the same in forward and in backward, so that a block's message may stay for both."""
+        """Cuts a sequence from its beginning."""
+        if self.whole:
+            return self._runs(singles, Kind.GATHER)
         runs = self._runs(by_offset(singles), Kind.GATHER)
         return sorted(runs, key=lambda run: min(self.before_us[single.start] for single in run))
 
@@ -141,7 +155,8 @@ class Edges:
 
     def _is_enough(self, shard_bytes: int, ranks: GroupRanks, kind: Kind) -> bool:
         latency_us = self.hardware.collective_us(kind.value, 0, ranks)
-        enough: bool = self._sending_us(shard_bytes, ranks, kind) >= (1 + LEAST_LATENCIES) * latency_us
+        least = LEAST_LATENCIES if self.whole else LEAST_LATENCIES_OF_PART
+        enough: bool = self._sending_us(shard_bytes, ranks, kind) >= (1 + least) * latency_us
         return enough
 
     def _time_us(self, singles: Sequence[ParamCollective], kind: Kind) -> float:
@@ -158,12 +173,12 @@ def _shard_bytes(single: ParamCollective) -> int:
     return size_bytes
 
 
-def edges_of(step: StepGraph, hardware: Hardware) -> Edges:
-    """Times of a graph in which nothing is scheduled yet."""
+def edges_of(step: StepGraph, hardware: Hardware, *, whole: bool) -> Edges:
+    """Times of a graph in which nothing is scheduled yet, of all or a part of a model."""
     busy_us = times_us(step.graph, hardware, plan_kernels(step.graph, Fusion.KERNELS))
     reached = itertools.accumulate(busy_us.values(), initial=0.0)
     before_us = dict(zip(step.graph.nodes, reached, strict=False))
-    return Edges(before_us, sum(busy_us.values()), hardware)
+    return Edges(before_us, sum(busy_us.values()), hardware, whole)
 
 
 def worth_joining_bytes(hardware: Hardware, ranks: GroupRanks) -> int:
