@@ -15,8 +15,7 @@ from fsdp_compile._torch.tensors import FakeTensorMode
 from fsdp_compile.ir.edit import infer_value
 from fsdp_compile.ir.graph import KEY, Phase, Record, Role, StepGraph
 from fsdp_compile.ir.text.parser import parse_graph
-from fsdp_compile.ir.text.printer import format_graph
-from fsdp_compile.ir.text.spelling import DTYPES
+from fsdp_compile.ir.text.printer import DTYPES, format_graph
 from fsdp_compile.layout.spec import Reshard, UnshardSpec
 from tests.ir.capture import records_of
 
