@@ -177,7 +177,7 @@ def _transform(
             limits = dataclasses.replace(limits, unsharded_bytes=promised)
     if selected:
         last = selected[-1]
-        check(step, after=last.name, stage=last.stage, limits=limits)
+        check(step, after=last.name, stage=last.ensures, limits=limits)
     if options.poison:
         poison_freed_messages(step)
     step.graph.lint()

@@ -26,7 +26,7 @@ class WrongPass:
     edit: Edit
     named: fx.Node | None = None
     name = "wrong-pass"
-    stage = Stage.FINAL
+    requires, ensures = Stage.BUCKETED, Stage.FINAL
 
     def plan(self, _step: StepGraph) -> Edit:
         return self.edit

@@ -14,11 +14,13 @@ class GraphPass(Protocol[PlanT]):
 
     Attributes:
         name: As users write it, such as "insert-collectives".
-        stage: How far it leaves a graph, which decides the rules that apply there.
+        requires: How far the graphs that it takes have come; `None` for those of AOTAutograd, which have markers.
+        ensures: How far it leaves them. The verifier's rules for that stage hold.
     """
 
     name: str
-    stage: Stage
+    requires: Stage | None
+    ensures: Stage
 
     def plan(self, step: StepGraph) -> PlanT:
         """Decides what to do; reads the graph and changes nothing."""

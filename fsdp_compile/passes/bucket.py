@@ -34,8 +34,7 @@ from fsdp_compile.passes.bucketing.grouping import (
     can_be_joined,
     cheapest_bucket,
     edges_of,
-    join_gathers,
-    join_reductions,
+    join_neighbours,
 )
 from fsdp_compile.passes.bucketing.messages import (
     Bucket,
@@ -90,7 +89,7 @@ class BucketCollectives:
     join_bytes: int = 0
     follow: FollowOrder | None = None
     name = "bucket"
-    stage = Stage.BUCKETED
+    requires, ensures = Stage.INSERTED, Stage.BUCKETED
 
     def plan(self, step: StepGraph) -> BucketPlan:
         """One bucket per unit, groups and dtype of the message; several at the edges, one for several tiny units."""
@@ -122,10 +121,13 @@ class BucketCollectives:
     ) -> tuple[Groups, Groups]:
         """By this graph's own sizes."""
         is_aligned = self.reduce_layout is ReduceLayout.ALIGNED
-        gathers = join_gathers(by_unit(gathered), self.join_bytes, partials)
-        reductions = by_unit(reduced)
-        if is_aligned:
-            reductions = join_reductions(reductions, self.join_bytes, step.order(), partials)
+        gathers, reductions = by_unit(gathered), by_unit(reduced)
+        if self.join_bytes:
+            gathers = join_neighbours(gathers, self.join_bytes, partials)
+        if self.join_bytes and is_aligned:
+            order = step.order()
+            reductions.sort(key=lambda group: max(order[single.start] for single in group))
+            reductions = join_neighbours(reductions, self.join_bytes, partials)
         if self.hardware is not None and self.splits_edges:
             edges = edges_of(step, self.hardware)
             gathers = edges.split_gathers(gathers)

@@ -64,7 +64,7 @@ class DelayWeightGradients:
     hardware: Hardware = dataclasses.field(default_factory=named_hardware)
     fusion: Fusion = Fusion.KERNELS
     name = "delay-weight-gradients"
-    stage = Stage.BUCKETED
+    requires, ensures = Stage.BUCKETED, Stage.BUCKETED
 
     def plan(self, step: StepGraph) -> DelayPlan:
         """Counts back from the last reduction to where delaying one more would not help."""
@@ -85,13 +85,15 @@ class DelayWeightGradients:
             )
             for chain, made in latest_first
         )
-        delayed = _most_useful(others, last.link_us)
-        return DelayPlan(
-            tuple(delayed[::-1]),
-            _with_all_that_follows(step, delayed),
-            _tail_us(delayed, last.link_us),
-            last.link_us,
-        )
+        # As many of the latest reductions as save most; the fewest of those that do.
+        runs = [others[:count] for count in range(len(others) + 1)]
+        delayed = min(runs, key=lambda run: (_lost_us(run, last.link_us), len(run)))
+        moved = {node for one in delayed for node in (*one.made, one.start)}
+        for node in step.graph.nodes:  # and everything downstream
+            if node.op == "call_function" and not moved.isdisjoint(node.all_input_nodes):
+                moved.add(node)
+        in_order = tuple(sorted(moved, key=order.__getitem__))
+        return DelayPlan(tuple(delayed[::-1]), in_order, _tail_us(delayed, last.link_us), last.link_us)
 
     def apply(self, step: StepGraph, plan: DelayPlan) -> None:
         """Moves the nodes."""
@@ -119,14 +121,8 @@ def _made_for(start: fx.Node, order: Mapping[fx.Node, int], tied: Container[fx.N
     return tuple(sorted(alone - {start}, key=order.__getitem__))
 
 
-def _most_useful(latest_first: Sequence[Delayed], last_us: float) -> list[Delayed]:
-    """As many of the latest reductions as save most; the fewest of those that do."""
-    runs = [list(latest_first[:count]) for count in range(len(latest_first) + 1)]
-
-    def lost_us(run: Sequence[Delayed]) -> float:
-        return _tail_us(run, last_us) + LEAST_GAIN * sum(one.compute_us for one in run)
-
-    return min(runs, key=lambda run: (lost_us(run), len(run)))
+def _lost_us(delayed: Sequence[Delayed], last_us: float) -> float:
+    return _tail_us(delayed, last_us) + LEAST_GAIN * sum(one.compute_us for one in delayed)
 
 
 def _tail_us(delayed: Sequence[Delayed], last_us: float) -> float:
@@ -137,12 +133,3 @@ def _tail_us(delayed: Sequence[Delayed], last_us: float) -> float:
         # It starts when its gradients are ready and the one before it is over.
         link_us = max(link_us, computed_us) + one.link_us
     return max(0.0, link_us - computed_us)
-
-
-def _with_all_that_follows(step: StepGraph, delayed: Sequence[Delayed]) -> tuple[fx.Node, ...]:
-    """Reductions with what is computed for them alone and everything downstream, in graph order."""
-    moved = {node for one in delayed for node in (*one.made, one.start)}
-    for node in step.graph.nodes:
-        if node.op == "call_function" and not moved.isdisjoint(node.all_input_nodes):
-            moved.add(node)
-    return tuple(node for node in step.graph.nodes if node in moved)

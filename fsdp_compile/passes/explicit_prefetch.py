@@ -37,7 +37,7 @@ class ExplicitPrefetch:
     """The pass; see the module's docstring."""
 
     name = "explicit-prefetch"
-    stage = Stage.BUCKETED
+    requires, ensures = Stage.BUCKETED, Stage.BUCKETED
 
     def plan(self, step: StepGraph) -> ExplicitPlan:
         """Finds the place of each gather that a list names.

@@ -46,7 +46,7 @@ class FollowOrder:
 
     lines: tuple[str, ...]
     name = "follow-order"
-    stage = Stage.BUCKETED
+    requires, ensures = Stage.BUCKETED, Stage.BUCKETED
 
     def group(self, step: StepGraph, singles: Iterable[ParamCollective]) -> list[list[ParamCollective]]:
         """The parameters of each collective, in the order of its messages.

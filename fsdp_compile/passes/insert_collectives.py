@@ -94,7 +94,7 @@ class InsertCollectives:
     """The pass; see the module's docstring."""
 
     name = "insert-collectives"
-    stage = Stage.INSERTED
+    requires, ensures = None, Stage.INSERTED
 
     def plan(self, step: StepGraph) -> InsertPlan:
         """Groups the markers by parameter."""

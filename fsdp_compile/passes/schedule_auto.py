@@ -83,7 +83,7 @@ class ScheduleAuto:
     budget_bytes: int | None = None
     fusion: Fusion = Fusion.KERNELS
     name = "schedule-auto"
-    stage = Stage.BUCKETED
+    requires, ensures = Stage.BUCKETED, Stage.BUCKETED
 
     def plan(self, step: StepGraph) -> SchedulePlan:
         """Makes a problem of the graph, plans it, and says where each node goes.

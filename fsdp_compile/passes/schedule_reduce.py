@@ -55,7 +55,7 @@ class ScheduleReduce:
     """The pass; see the module's docstring."""
 
     name = "schedule-reduce"
-    stage = Stage.BUCKETED
+    requires, ensures = Stage.BUCKETED, Stage.BUCKETED
 
     def plan(self, step: StepGraph) -> ReducePlan:
         """Finds the next collective of the same stage after each."""

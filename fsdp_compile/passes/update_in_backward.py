@@ -49,7 +49,7 @@ class UpdateInBackward:
     """The pass; see the module's docstring."""
 
     name = "update-in-backward"
-    stage = Stage.BUCKETED
+    requires, ensures = Stage.BUCKETED, Stage.BUCKETED
 
     def plan(self, step: StepGraph) -> UpdatePlan:
         """Finds the flat gradients that are complete in the graph, and the earliest place for each."""

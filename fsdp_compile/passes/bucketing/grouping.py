@@ -10,7 +10,7 @@
    last gradients are still being reduced when it ends. Computing from a gather's first use on follows the gather and
    all gathers before it. The largest sum of the two is the earliest end of the graph. Units are split whose sum is
    larger than it would be if every unit were split.
-3. `join_gathers`, `join_reductions`: neighbouring units share a collective if they are so small that its latency takes
+3. `join_neighbours`: neighbouring units share a collective if they are so small that its latency takes
    most of its time (40 gathers of 5 KB -> 2 gathers of 100 KB). Unsharded parameters, and full gradients that wait for
    their reduction, grow by no more than the bytes given.
 
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 
 from torch import fx
 
@@ -169,46 +169,31 @@ def worth_joining_bytes(hardware: Hardware, ranks: GroupRanks) -> int:
     return round(LEAST_LATENCIES * waiting_us * hardware.bytes_per_s(ranks) / 1e6)
 
 
-def join_gathers(groups: Groups, limit_bytes: int, partials: InputsByFlat) -> Groups:
-    """Joins neighbours among groups of gathers, which are in the order in which they are needed."""
-    return _join_neighbours(groups, limit_bytes, partials)
+def join_neighbours(groups: Groups, limit_bytes: int, partials: InputsByFlat) -> Groups:
+    """Joins groups of one kind of collective with no large one between them, up to a limit.
 
-
-def join_reductions(groups: Groups, limit_bytes: int, order: dict[fx.Node, int], partials: InputsByFlat) -> Groups:
-    """Joins neighbours among groups of reductions, in the order in which their last gradients are ready."""
-    if limit_bytes == 0:
-        return groups
-    ordered = sorted(groups, key=lambda group: max(order[single.start] for single in group))
-    return _join_neighbours(ordered, limit_bytes, partials)
-
-
-@dataclasses.dataclass
-class _Open:
-    """A group that more can join, and its bytes."""
-
-    singles: list[ParamCollective]
-    size_bytes: int
-
-
-def _join_neighbours(groups: Iterable[Sequence[ParamCollective]], limit_bytes: int, partials: InputsByFlat) -> Groups:
-    """Groups with no large one between them, of one kind of collective, up to a limit; others are not joined."""
+    Args:
+        groups: In the order in which gathers are needed, or in which the last gradients are ready.
+        limit_bytes: Of full parameters or gradients that share a collective.
+        partials: The inputs with accumulated reduce-scattered gradients.
+    """
     done: Groups = []
-    last: dict[Hashable, _Open] = {}
+    open_bytes: dict[Hashable, tuple[list[ParamCollective], int]] = {}  # groups that more can join, and their bytes
     for group in groups:
         size_bytes = sum(single.full_bytes for single in group)
         if size_bytes > limit_bytes:
             # Joining across it would gather units long before, or reduce them long after, their own time.
-            last.clear()
+            open_bytes.clear()
         kinds = {(collective_of(single), single.spec.reshard) for single in group}
         joins = len(kinds) == 1 and all(can_be_joined(single, partials) for single in group)
         kind = kinds.pop() if joins else None
-        before = last.get(kind) if kind is not None else None
-        if before is not None and before.size_bytes + size_bytes <= limit_bytes:
-            before.singles.extend(group)
-            before.size_bytes += size_bytes
-            continue
-        done.append(list(group))
-        last[kind] = _Open(done[-1], size_bytes)
+        before, before_bytes = open_bytes.get(kind, ([], 0)) if joins else ([], 0)
+        if before and before_bytes + size_bytes <= limit_bytes:
+            before.extend(group)
+            open_bytes[kind] = before, before_bytes + size_bytes
+        else:
+            done.append(list(group))
+            open_bytes[kind] = done[-1], size_bytes
     return done
 
 
