@@ -15,18 +15,12 @@ from fsdp_compile.ir.source_line import source_line
 
 @dataclasses.dataclass(frozen=True)
 class Complaint:
-    """One place where a graph breaks one rule.
-
-    Attributes:
-        node: Where; the graph's output node if it is about the graph as a whole.
-        what: What is wrong there, in one sentence.
-        hint: What to check, or what the right graph would have.
-    """
+    """One place where a graph breaks one rule."""
 
     rule: str
-    node: fx.Node
-    what: str
-    hint: str
+    node: fx.Node  # where; the graph's output node if it is about the graph as a whole
+    what: str  # what is wrong there, in one sentence
+    hint: str  # what to check, or what the right graph would have
 
 
 Finding = tuple[fx.Node, str, str]

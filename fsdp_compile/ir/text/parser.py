@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ast
 import difflib
-import itertools
 import math
 import operator
 import re
@@ -103,7 +102,7 @@ class _Said:
     """What the arguments of a node say by name: the slot of a marker, or a record."""
 
     def __init__(self, arguments: str) -> None:
-        said = [(key, found) for key, found in _NAMED.findall(arguments)]
+        said = _NAMED.findall(arguments)
         self.role = next((found for key, found in said if key == "role"), "")
         self.slot = next((_unquoted(found) for key, found in said if key == "slot"), "")
         self.units = [_unquoted(found) for key, found in said if key == "unit"]
@@ -127,6 +126,8 @@ class _Reader:
 
     Attributes:
         at: Number and text of the line that is read.
+        places: Where each parameter lies, by its unit and name.
+        declared: The parameters of each input that says where they lie, by the number of its line.
     """
 
     def __init__(self) -> None:
@@ -139,6 +140,7 @@ class _Reader:
         self.graph = fx.Graph()
         self.nodes: dict[str, fx.Node] = {}
         self.places: dict[tuple[str, str], UnshardSpec] = {}
+        self.declared: dict[int, list[tuple[str, str]]] = {}
 
     def read(self, lines: Sequence[tuple[int, str]]) -> StepGraph:
         """Reads all lines, of which the first one is the header."""
@@ -147,25 +149,50 @@ class _Reader:
         if header is None:
             raise ConfigError("expected the header of a graph", instead="graph forward on cpu")
         self.phase, self.device = Phase(header[1]), header[2]
-        for place, self.at in enumerate(lines[1:], 2):
+        self._read_places(lines[1:])
+        for self.at in lines[1:]:
             line = self.at[1]
+            if line.startswith(" "):
+                continue
             if is_finished:
                 raise ConfigError("nothing may follow `return`")
-            if line.startswith(" ") and self.nodes:
-                continue  # a slot, which is read with its input
             if symbol := _SYMBOL.fullmatch(line):
                 self._declare(symbol[1], symbol[2], symbol[3])
             elif line.startswith("return "):
                 self.graph.output(self._value(line.removeprefix("return ")))
                 is_finished = True
             else:
-                slots = itertools.takewhile(lambda below: below[1].startswith(" "), lines[place:])
-                self._read_node(line, list(slots))
+                self._read_node(*self.at)
         if not is_finished:
             raise ConfigError("the graph does not end", instead="return (%a, %b) in the last line")
         return StepGraph(fx.GraphModule(self.root, self.graph), self.phase)
 
-    def _read_node(self, line: str, slots: Sequence[tuple[int, str]]) -> None:
+    def _read_places(self, lines: Sequence[tuple[int, str]]) -> None:
+        """Reads where parameters lie, as saved ones may be inputs in front of the flat parameters that say so."""
+        claims, unit = None, ""
+        for self.at in lines:
+            number, line = self.at
+            if not line.startswith(" "):
+                node = _NODE.fullmatch(line)
+                said = _Said(node[3] if node else "")
+                declares = node is not None and node[2] == "input" and said.role in _DECLARING and said.units
+                claims, unit = (self.declared.setdefault(number, []), said.units[0]) if declares else (None, "")
+                continue
+            if claims is None:
+                raise ConfigError("an indented line belongs below an input with role=flat")
+            match = _SLOT.fullmatch(line)
+            if match is None:
+                raise ConfigError("expected the place of a parameter", instead=f".weight: {_SLOT_EXAMPLE}")
+            name = _full_name(match[1], unit)
+            try:
+                spec = read_specs.parse(match[2])
+            except ValueError as error:
+                raise ConfigError(str(error), instead=_SLOT_EXAMPLE) from error
+            if self.places.setdefault((unit, name), spec) != spec:
+                raise ConfigError(f"unit {unit} has another {name}", instead="names that tell units apart")
+            claims.append((unit, name))
+
+    def _read_node(self, number: int, line: str) -> None:
         match = _NODE.fullmatch(line)
         if match is None:
             raise ConfigError("expected a node", instead="%y = aten.mm(%x, %w) : f32[3, 5]")
@@ -173,20 +200,16 @@ class _Reader:
         if name in self.nodes:
             raise ConfigError(f"%{name} is made twice")
         said, rest = _Said(arguments), _NAMED.sub("", arguments).strip().removeprefix(",")
-        if slots and (head != "input" or said.role not in _DECLARING):
-            self.at = slots[0]
-            raise ConfigError("an indented line belongs below an input with role=flat")
         match head:
             case "input":
                 node = self.graph.placeholder(name)
             case "attribute":
-                node = self.graph.create_node("get_attr", ast.literal_eval(rest.strip()), name=name)
+                node = self.graph.create_node("get_attr", self._value(rest), name=name)
             case _:
                 node = self._call(name, head, rest, said)
-        number, text = self.at
-        node.meta["stack_trace"] = f'File "graph text", line {number}, in {self.phase.value}\n{text}'
+        node.meta["stack_trace"] = f'File "graph text", line {number}, in {self.phase.value}\n{line}'
         if said.role:
-            node.meta[KEY] = self._record(said, slots, is_input=head == "input")
+            node.meta[KEY] = self._record(said, self.declared.get(number, []), is_input=head == "input")
         if head in ("input", "attribute"):
             node.meta["val"] = self._typed(declared)
         else:
@@ -214,42 +237,24 @@ class _Reader:
             args.insert(TEXT_POSITION.get(target, len(args)), self._place(unit, _full_name(said.slot, unit)).text)
         return self.graph.create_node("call_function", target, tuple(args), kwargs, name=name)
 
-    def _record(self, said: _Said, slots: Sequence[tuple[int, str]], *, is_input: bool) -> Record:
-        """The record of a node; an input whose role is one of `_DECLARING` declares the places of its parameters."""
+    def _record(self, said: _Said, declared: list[tuple[str, str]], *, is_input: bool) -> Record:
+        """The record of a node, with the parameters that the lines below it have declared."""
         if said.role not in {role.value for role in Role}:
             raise ConfigError(f"there is no role {said.role}", instead=", ".join(role.value for role in Role))
         declares = is_input and said.role not in {role.value for role in INPUTS} - _DECLARING
-        if declares and not (slots and said.units and said.role in _DECLARING):
+        if declares and not declared:
             what = "an input of ours is a flat parameter of a unit, with a line for each parameter below it"
             raise ConfigError(what, instead="input(role=flat, unit=layers.0)")
         if not declares and not said.claims:
             raise ConfigError(
                 "a record has a role, a unit and parameters", instead="role=gather, unit=layers.0, of=[.weight]"
             )
-        claims = self._declared_by(said.units[0], slots) if declares else said.claims
+        claims = declared if declares else said.claims
         units, names = [unit for unit, _ in claims], tuple(name for _, name in claims)
         specs = tuple(self._place(unit, name) for unit, name in claims)
         # Inputs have the same record in both graphs, that of forward.
         phase, owners = Phase.FORWARD if is_input else self.phase, tuple(units) if len(set(units)) > 1 else ()
         return Record(Role(said.role), units[0], names, specs, phase, owners)
-
-    def _declared_by(self, unit: str, slots: Sequence[tuple[int, str]]) -> list[tuple[str, str]]:
-        """Reads the lines of the parameters of an input."""
-        of_input, claims = self.at, []
-        for self.at in slots:
-            match = _SLOT.fullmatch(self.at[1])
-            if match is None:
-                raise ConfigError("expected the place of a parameter", instead=f".weight: {_SLOT_EXAMPLE}")
-            name = _full_name(match[1], unit)
-            try:
-                spec = read_specs.parse(match[2])
-            except ValueError as error:
-                raise ConfigError(str(error), instead=_SLOT_EXAMPLE) from error
-            if self.places.setdefault((unit, name), spec) != spec:
-                raise ConfigError(f"unit {unit} has another {name}", instead="names that tell units apart")
-            claims.append((unit, name))
-        self.at = of_input
-        return claims
 
     def _place(self, unit: str, name: str) -> UnshardSpec:
         if (unit, name) not in self.places:
