@@ -14,13 +14,16 @@ class GraphPass(Protocol[PlanT]):
 
     Attributes:
         name: As users write it, such as "insert-collectives".
-        requires: How far the graphs that it takes have come; `None` for those of AOTAutograd, which have markers.
-        ensures: How far it leaves them. The verifier's rules for that stage hold.
+        ensures: How far it leaves a graph: the verifier's rules for that stage hold.
     """
 
     name: str
-    requires: Stage | None
     ensures: Stage
+
+    @property
+    def requires(self) -> Stage | None:
+        """How far the graphs that it takes have come; `None` for those of AOTAutograd, which have markers."""
+        ...
 
     def plan(self, step: StepGraph) -> PlanT:
         """Decides what to do; reads the graph and changes nothing."""

@@ -44,17 +44,12 @@ class Delayed:
 
 @dataclasses.dataclass(frozen=True)
 class DelayPlan:
-    """The reductions and all nodes that move to the end of the graph, in graph order.
-
-    Attributes:
-        tail_us: Estimated time from the end of computing to the end of the graph.
-        tail_before_us: The same without the move.
-    """
+    """The reductions and all nodes that move to the end of the graph, in graph order."""
 
     delayed: tuple[Delayed, ...]
     moved: tuple[fx.Node, ...]
-    tail_us: float
-    tail_before_us: float
+    tail_us: float  # estimated time from the end of computing to the end of the graph
+    tail_before_us: float  # the same without the move
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +82,8 @@ class DelayWeightGradients:
         )
         # As many of the latest reductions as save most; the fewest of those that do.
         runs = [others[:count] for count in range(len(others) + 1)]
-        delayed = min(runs, key=lambda run: (_lost_us(run, last.link_us), len(run)))
+        lost_us = [_tail_us(run, last.link_us) + LEAST_GAIN * sum(one.compute_us for one in run) for run in runs]
+        delayed = runs[lost_us.index(min(lost_us))]
         moved = {node for one in delayed for node in (*one.made, one.start)}
         for node in step.graph.nodes:  # and everything downstream
             if node.op == "call_function" and not moved.isdisjoint(node.all_input_nodes):
@@ -119,10 +115,6 @@ def _made_for(start: fx.Node, order: Mapping[fx.Node, int], tied: Container[fx.N
                 found[order[source]] = source
                 heapq.heappush(places, -order[source])
     return tuple(sorted(alone - {start}, key=order.__getitem__))
-
-
-def _lost_us(delayed: Sequence[Delayed], last_us: float) -> float:
-    return _tail_us(delayed, last_us) + LEAST_GAIN * sum(one.compute_us for one in delayed)
 
 
 def _tail_us(delayed: Sequence[Delayed], last_us: float) -> float:

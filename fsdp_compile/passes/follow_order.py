@@ -38,13 +38,9 @@ class FollowPlan:
 
 @dataclasses.dataclass(frozen=True)
 class FollowOrder:
-    """The pass; see the module's docstring.
+    """The pass; see the module's docstring."""
 
-    Attributes:
-        lines: The collectives in the order to follow, as `ir.calls.numbered` writes them.
-    """
-
-    lines: tuple[str, ...]
+    lines: tuple[str, ...]  # the collectives in the order to follow, as `ir.calls.numbered` writes them
     name = "follow-order"
     requires, ensures = Stage.BUCKETED, Stage.BUCKETED
 

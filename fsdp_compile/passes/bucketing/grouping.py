@@ -32,14 +32,7 @@ from fsdp_compile.cost.timeline import times_us
 from fsdp_compile.ir.graph import StepGraph, require
 from fsdp_compile.ir.queries import InputsByFlat
 from fsdp_compile.layout.hosts import GroupRanks
-from fsdp_compile.passes.bucketing.messages import (
-    Bucket,
-    Packing,
-    ParamCollective,
-    collective_of,
-    is_small,
-    make_bucket,
-)
+from fsdp_compile.passes.bucketing.messages import Bucket, ParamCollective, collective_of, is_small, make_bucket
 
 
 def cheapest_bucket(singles: Sequence[ParamCollective], hardware: Hardware | None, partials: InputsByFlat) -> Bucket:
@@ -52,7 +45,7 @@ def cheapest_bucket(singles: Sequence[ParamCollective], hardware: Hardware | Non
         return apart
     if any(s.is_post_forward or s.spec.gather_format or s.spec.hook or partials.of(s.flat) for s in singles):
         return apart
-    packed = make_bucket(singles, Packing.PACKED)
+    packed = make_bucket(singles, packs_large=True)
     saved_us = (len(apart.pieces) - len(packed.pieces)) * hardware.link_of(singles[0].ranks).message.value
     # Packed, what would otherwise be used in place is copied.
     together = (single for piece in packed.pieces if len(piece.singles) > 1 for single in piece.singles)
@@ -76,51 +69,36 @@ class Edges:
     total_us: float
     hardware: Hardware
 
-    def split_gathers(self, groups: Groups) -> Groups:
-        """Splits groups, in the order in which they are read, that would delay computing from their first use on."""
-        least_us, over_us = self.total_us, 0.0
-        for run in (run for group in groups for run in self._runs(group, Kind.GATHER)):
-            over_us += self._time_us(run, Kind.GATHER)
-            least_us = max(least_us, over_us + self._left_us(run))
+    def split(self, groups: Groups, kind: Kind) -> Groups:
+        """Splits groups that would delay the end of the graph.
+
+        Args:
+            groups: Of gathers, in the order in which they are read; of reductions, in that in which they are ready.
+            kind: Of their collectives.
+        """
+        inwards = groups if kind is Kind.GATHER else groups[::-1]
+        runs = [self._runs(group, kind) for group in inwards]
+        least_us, link_us = self.total_us, 0.0
+        for run in itertools.chain.from_iterable(runs):
+            link_us += self._time_us(run, kind)
+            least_us = max(least_us, link_us + self._computing_us(run, kind))
         done: Groups = []
-        over_us = 0.0
-        for group in groups:
-            over_us += self._time_us(group, Kind.GATHER)
-            late = over_us + self._left_us(group) > NEAR * least_us
-            done += self._runs(group, Kind.GATHER) if late else [group]
-        return done
+        link_us = 0.0
+        for group, cut in zip(inwards, runs, strict=True):
+            link_us += self._time_us(group, kind)
+            done += cut if link_us + self._computing_us(group, kind) > NEAR * least_us else [group]
+        return done if kind is Kind.GATHER else done[::-1]
 
-    def split_reductions(self, groups: Groups) -> Groups:
-        """Splits groups, in the order in which they are ready, that would delay the end of the graph."""
-        least_us, left_us = self.total_us, 0.0
-        for run in (run for group in groups[::-1] for run in self._last_runs(group)[::-1]):
-            left_us += self._time_us(run, Kind.REDUCE)
-            least_us = max(least_us, self._ready_us(run) + left_us)
-        done: Groups = []
-        left_us = 0.0
-        for group in groups[::-1]:
-            left_us += self._time_us(group, Kind.REDUCE)
-            late = self._ready_us(group) + left_us > NEAR * least_us
-            done = (self._last_runs(group) if late else [group]) + done
-        return done
+    def _computing_us(self, singles: Sequence[ParamCollective], kind: Kind) -> float:
+        """Time of computing from the first use of any of them on, or until the last of their gradients is there."""
+        before_us = [self.before_us[single.start] for single in singles]
+        return self.total_us - min(before_us) if kind is Kind.GATHER else max(before_us)
 
-    def _left_us(self, singles: Sequence[ParamCollective]) -> float:
-        """Time of computing from the first use of any of them on."""
-        return self.total_us - min(self.before_us[single.start] for single in singles)
-
-    def _ready_us(self, singles: Sequence[ParamCollective]) -> float:
-        """Time of computing until the last of their gradients is there."""
-        return max(self.before_us[single.start] for single in singles)
-
-    def _last_runs(self, singles: Sequence[ParamCollective]) -> Groups:
-        """Cuts a sequence from its end."""
-        runs = self._runs(singles[::-1], Kind.REDUCE)
-        return [run[::-1] for run in runs[::-1]] if len(runs) > 1 else [list(singles)]
-
-    def _runs(self, singles: Sequence[ParamCollective], kind: Kind) -> Groups:
-        """Cuts a sequence into runs of enough bytes."""
+    def _runs(self, singles: list[ParamCollective], kind: Kind) -> Groups:
+        """Cuts a sequence, from the end that is nearer to the edge of the graph, into runs of enough bytes."""
+        inwards = singles if kind is Kind.GATHER else singles[::-1]
         # Small ones are one message, so they stay together.
-        ordered = [s for s in singles if is_small(s)] + [s for s in singles if not is_small(s)]
+        ordered = [s for s in inwards if is_small(s)] + [s for s in inwards if not is_small(s)]
         runs: Groups = [[]]
         run_bytes = 0
         for single in ordered:
@@ -131,19 +109,19 @@ class Edges:
             run_bytes += _shard_bytes(single)
         if len(runs) > 1 and not self._is_enough(run_bytes, runs[-1][0].ranks, kind):
             runs[-2:] = [runs[-2] + runs[-1]]
-        return runs
+        if kind is Kind.GATHER:
+            return runs
+        return [run[::-1] for run in runs] if len(runs) > 1 else [singles]
 
     def _is_enough(self, shard_bytes: int, ranks: GroupRanks, kind: Kind) -> bool:
         latency_us = self.hardware.collective_us(kind.value, 0, ranks)
-        enough: bool = self._sending_us(shard_bytes, ranks, kind) >= (1 + LEAST_LATENCIES) * latency_us
-        return enough
+        return self._sending_us(shard_bytes, ranks, kind) >= (1 + LEAST_LATENCIES) * latency_us
 
     def _time_us(self, singles: Sequence[ParamCollective], kind: Kind) -> float:
         return self._sending_us(sum(map(_shard_bytes, singles)), singles[0].ranks, kind)
 
     def _sending_us(self, shard_bytes: int, ranks: GroupRanks, kind: Kind) -> float:
-        time_us: float = self.hardware.collective_us(kind.value, shard_bytes * (ranks.size - 1), ranks)
-        return time_us
+        return self.hardware.collective_us(kind.value, shard_bytes * (ranks.size - 1), ranks)
 
 
 def _shard_bytes(single: ParamCollective) -> int:
