@@ -66,6 +66,14 @@ def test_a_wrong_pass_is_refused(edit: Edit, phase: Phase, rule: str, only_pass:
     assert f"wrong after wrong-pass\n  {rule}: %{wrong.named} " in str(caught.value)
 
 
+@pytest.mark.parametrize("prefetch", [*pipeline.KINDS_OF_SCHEDULES, 0])
+def test_each_pass_takes_what_the_one_before_it_leaves(prefetch: int | str) -> None:
+    every = pipeline.passes(FSDPOptions(prefetch=prefetch))
+    assert every[0].requires is None
+    assert [one.ensures for one in every[:-1]] == [one.requires for one in every[1:]]
+    assert every[-1].ensures is Stage.FINAL
+
+
 def test_a_correct_graph_is_returned(only_pass: Callable[[Edit], WrongPass]) -> None:
     only_pass(lambda step: step.output)
     step = graph(Phase.BACKWARD)

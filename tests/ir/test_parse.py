@@ -67,10 +67,7 @@ return (%y, None)
         ("%y = input() : <DeviceMesh>", "<DeviceMesh> stands for something that text cannot hold"),
         ("%y = input(role=flat, unit=a) : f32[3]", "with a line for each parameter below it"),
         ("%y = input(role=full, unit=a) : f32[3]", "with a line for each parameter below it"),
-        (
-            "%y = input() : f32[3]\n  .weight: offset=0",
-            "line 6: an indented line belongs below an input",
-        ),
+        ("%y = input() : f32[3]\n  .weight: offset=0", "line 6: an indented line belongs below an input"),
         ("%y = input(role=flat, unit=a) : f32[3]\n  .weight: offset=0", "line 6: not the text of a read"),
         ("%y = input(role=flat, unit=a) : f32[3]\n  .weight offset=0", "line 6: expected the place of a parameter"),
         ("%y = aten.relu(%x, role=fulll, unit=layers.0, of=[.weight]) : f32[3, 5]", "there is no role fulll"),
