@@ -110,17 +110,11 @@ def _refuse_wrong_lists(step: StepGraph) -> None:
         for name in names if unit in needs else ():
             # In backward a unit may have no read although forward has one: nothing needs its parameters there.
             if name not in read and unit not in at_the_start and step.phase is Phase.FORWARD:
-                raise _refusal(step, unit, f"{name}, which its graph does not read", _ELSEWHERE)
-            if name in needs and max(needs[name]) < min(needs[unit]):
-                raise _refusal(step, unit, f"{name}, which is needed before it", _LATER)
-
-
-_ELSEWHERE = "a list of the first unit that the graph reads, or no graph break in between"
-_LATER = "modules that run after it"
-
-
-def _refusal(step: StepGraph, unit: str, what: str, instead: str) -> ConfigError:
-    phase = step.phase.value
-    return ConfigError(
-        f"{unit} is told to prefetch {what}", where=f"set_modules_to_{phase}_prefetch() of {unit}", instead=instead
-    )
+                what = "which its graph does not read"
+                instead = "a list of the first unit that the graph reads, or no graph break in between"
+            elif name in needs and max(needs[name]) < min(needs[unit]):
+                what, instead = "which is needed before it", "modules that run after it"
+            else:
+                continue
+            where = f"set_modules_to_{step.phase.value}_prefetch() of {unit}"
+            raise ConfigError(f"{unit} is told to prefetch {name}, {what}", where=where, instead=instead)
