@@ -20,7 +20,6 @@ from fsdp_compile.cost.communicate import communication
 from fsdp_compile.cost.compute import node_costs
 from fsdp_compile.cost.fusion import Fusion, plan_kernels
 from fsdp_compile.cost.hardware import Hardware
-from fsdp_compile.cost.hardware import hardware as named_hardware
 from fsdp_compile.ir.edit import move
 from fsdp_compile.ir.graph import Role, Stage, StepGraph, role_of
 from fsdp_compile.ir.queries import is_known_to_repeat, tied_to_writes
@@ -56,8 +55,8 @@ class DelayPlan:
 class DelayWeightGradients:
     """The pass; see the module's docstring."""
 
-    hardware: Hardware = dataclasses.field(default_factory=named_hardware)
-    fusion: Fusion = Fusion.KERNELS
+    hardware: Hardware
+    fusion: Fusion
     name = "delay-weight-gradients"
     requires, ensures = Stage.BUCKETED, Stage.BUCKETED
 

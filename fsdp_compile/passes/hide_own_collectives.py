@@ -20,7 +20,6 @@ from fsdp_compile.cost.communicate import is_own, own_communication, own_start_o
 from fsdp_compile.cost.compute import node_costs
 from fsdp_compile.cost.fusion import Fusion, plan_kernels
 from fsdp_compile.cost.hardware import Hardware
-from fsdp_compile.cost.hardware import hardware as named_hardware
 from fsdp_compile.ir.calls import starts_of
 from fsdp_compile.ir.edit import move
 from fsdp_compile.ir.graph import Phase, Stage, StepGraph
@@ -42,8 +41,8 @@ class HidePlan:
 class HideOwnCollectives:
     """The pass; see the module's docstring."""
 
-    hardware: Hardware = dataclasses.field(default_factory=named_hardware)
-    fusion: Fusion = Fusion.KERNELS
+    hardware: Hardware
+    fusion: Fusion
     name = "hide-own-collectives"
     requires, ensures = Stage.BUCKETED, Stage.BUCKETED
 

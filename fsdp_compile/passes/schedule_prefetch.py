@@ -77,7 +77,7 @@ class _Prefetch:
 class SchedulePrefetch(_Prefetch):
     """The pass; a gather starts `distance` buckets ahead, with 0 where it is needed."""
 
-    distance: int = 1
+    distance: int
     name = "schedule-prefetch"
     requires, ensures = Stage.BUCKETED, Stage.BUCKETED
 
@@ -95,8 +95,8 @@ class SchedulePrefetch(_Prefetch):
 class ScheduleFSDP1(_Prefetch):
     """The pass; see the module's docstring."""
 
-    forward: Ahead = Ahead.AT_NEED
-    backward: Ahead = Ahead.BEFORE_COMPUTE
+    forward: Ahead
+    backward: Ahead
     name = "schedule-fsdp1"
     requires, ensures = Stage.BUCKETED, Stage.BUCKETED
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from fsdp_compile import FSDPOptions, RankMismatchError, explain
+from fsdp_compile.cost.fusion import Fusion
 from fsdp_compile.cost.hardware import hardware
 from fsdp_compile.ir.calls import line_of, names_in, numbered, starts_of
 from fsdp_compile.ir.graph import KEY, Phase, StepGraph, record_of
@@ -224,5 +225,5 @@ def test_draws_are_not_computed_behind_the_programs_collectives(operator: Any, *
     step = s.done(first, s.call(collectives.wait_tensor.default, sent))
     before = [n for n in step.graph.nodes if n.op == "call_function"]
     with fake_world(4):  # whose group torch calls "0"
-        plan = HideOwnCollectives(hardware("cpu", 0.01)).plan(step)
+        plan = HideOwnCollectives(hardware("cpu", 0.01), Fusion.KERNELS).plan(step)
     assert (plan.order != () and list(plan.order) != before) is moves
