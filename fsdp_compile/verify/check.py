@@ -8,10 +8,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
-from fsdp_compile.errors import InvariantError
 from fsdp_compile.ir.graph import Stage, StepGraph
 from fsdp_compile.verify.facts import Facts, Limits
-from fsdp_compile.verify.report import Complaint, Finding, hint, summary, where
+from fsdp_compile.verify.report import Complaint, Finding, refusal
 from fsdp_compile.verify.rules import buffers, gathers, memory, records, reductions, schedule
 
 
@@ -113,7 +112,7 @@ def check(
     """
     found = complaints(step, stage=stage, limits=limits, rules=rules)
     if found:
-        raise InvariantError(summary(step, found, after), where=where(step, found), instead=hint(found))
+        raise refusal(step, found, after)
 
 
 def complaints(
