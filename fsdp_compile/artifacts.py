@@ -5,7 +5,7 @@ With `options={"artifacts": folder}` the first rank writes, for every compiled g
     graph00-forward/0-captured.txt
     graph00-forward/1-insert-collectives.txt         the graph after the pass
     graph00-forward/1-insert-collectives.plan.txt    what it decided
-    graph00-forward/1-insert-collectives.diff.txt    what it added, removed and moved
+    graph00-forward/1-insert-collectives.diff.txt    a unified diff
 
 All ranks make the same text. The structured trace gets it too, so that tlparse shows it. Nothing is formatted unless
 one of the two is asked for.
@@ -23,8 +23,7 @@ import torch.distributed as dist
 
 from fsdp_compile._torch.dynamo import trace_structured_artifact
 from fsdp_compile.ir.graph import StepGraph
-from fsdp_compile.ir.text.diff import diff_graphs, format_diff
-from fsdp_compile.ir.text.printer import format_graph, format_plan
+from fsdp_compile.ir.text.printer import format_diff, format_graph, format_plan
 from fsdp_compile.passes.base import GraphPass
 
 _GRAPH_FOLDER = re.compile(r"graph(\d+)-")
@@ -58,7 +57,7 @@ class Watcher:
         self._write(step, graph_pass.name, "txt", lambda: format_graph(step))
         if self._graph_folder is not None:
             before, self._before = self._before, format_graph(step)
-            self._write(step, graph_pass.name, "diff.txt", lambda: format_diff(diff_graphs(before, self._before)))
+            self._write(step, graph_pass.name, "diff.txt", lambda: format_diff(before, self._before))
 
     def _write(self, step: StepGraph, name: str, kind: str, text: Callable[[], str]) -> None:
         file = f"{self._position}-{name}.{kind}"

@@ -121,6 +121,7 @@ def without_collections() -> Iterator[None]:
             gc.enable()
 
 
+@without_collections()
 def transform(
     step: StepGraph,
     options: FSDPOptions,
@@ -143,30 +144,21 @@ def transform(
         InvariantError: If the result breaks a rule of `verify/`.
         CannotFollowError: If the graph cannot keep the order of `follow`.
     """
-    with without_collections():
-        return _transform(step, options, seen, follow, whole=whole)
-
-
-def _transform(
-    step: StepGraph,
-    options: FSDPOptions,
-    seen: Callable[[StepGraph], None],
-    follow: Sequence[str] | None,
-    *,
-    whole: bool,
-) -> StepGraph:
     watcher = Watcher(options.artifacts)
     watcher.captured(step)
     options = for_graph(step, options)
     limits = limits_of(step.phase, options)
-    selected = _selected(options, whole=whole)
-    if follow is not None:
-        selected = _with_order(selected, follow)
+    selected = _selected(options, follow, whole=whole)
     for graph_pass in selected:
         plan = graph_pass.plan(step)
         watcher.planned(step, graph_pass, plan)
-        if isinstance(plan, ExplicitPlan):
-            _refuse_with_a_budget(plan, options)
+        if isinstance(plan, ExplicitPlan) and plan.starts and options.memory_budget_gb is not None:
+            raise ConfigError(
+                "modules say which others they prefetch, and a budget of bytes says when there is room: "
+                "only one can hold",
+                where=f"options={{'memory_budget_gb': {options.memory_budget_gb}}} and set_modules_to_..._prefetch()",
+                instead="one of the two",
+            )
         graph_pass.apply(step, plan)
         watcher.applied(step, graph_pass)
         if isinstance(graph_pass, InsertCollectives):
@@ -177,41 +169,28 @@ def _transform(
             limits = dataclasses.replace(limits, unsharded_bytes=promised)
     if selected:
         last = selected[-1]
-        check(step, after=last.name, stage=last.stage, limits=limits)
+        check(step, after=last.name, stage=last.ensures, limits=limits)
     if options.poison:
         poison_freed_messages(step)
     step.graph.lint()
     return step
 
 
-def _with_order(selected: tuple[GraphPass[Any], ...], follow: Sequence[str]) -> tuple[GraphPass[Any], ...]:
-    """The passes, so that they send and order messages as another rank's plan does."""
-    order = FollowOrder(tuple(follow))
-    found: list[GraphPass[Any]] = []
-    for one in selected:
-        if isinstance(one, ScheduleReshard):  # collectives have their last place before it
-            found.append(order)
-        found.append(dataclasses.replace(one, follow=order) if isinstance(one, BucketCollectives) else one)
-    return tuple(found)
-
-
-def _refuse_with_a_budget(plan: ExplicitPlan, options: FSDPOptions) -> None:
-    if plan.starts and options.memory_budget_gb is not None:
-        raise ConfigError(
-            "modules say which others they prefetch, and a budget of bytes says when there is room: only one can hold",
-            where=f"options={{'memory_budget_gb': {options.memory_budget_gb}}} and set_modules_to_..._prefetch()",
-            instead="one of the two",
-        )
-
-
-def _selected(options: FSDPOptions, *, whole: bool) -> tuple[GraphPass[Any], ...]:
-    """The passes that run: all, or those up to `options.stop_after`."""
+def _selected(options: FSDPOptions, follow: Sequence[str] | None, *, whole: bool) -> list[GraphPass[Any]]:
+    """The passes that run, up to `options.stop_after`, so that they send and order messages as `follow` says."""
     every = passes(options, whole=whole)
-    if options.stop_after is None:
-        return every
     names = [CAPTURE, *(one.name for one in every)]
-    if options.stop_after not in names:
+    if options.stop_after is not None and options.stop_after not in names:
         raise ConfigError(
             f"there is no pass {options.stop_after!r}", where="options={'stop_after': ...}", instead=", ".join(names)
         )
-    return every[: names.index(options.stop_after)]
+    selected = list(every if options.stop_after is None else every[: names.index(options.stop_after)])
+    if follow is None:
+        return selected
+    order = FollowOrder(tuple(follow))
+    following: list[GraphPass[Any]] = []
+    for one in selected:
+        if isinstance(one, ScheduleReshard):  # collectives have their last place before it
+            following.append(order)
+        following.append(dataclasses.replace(one, follow=order) if isinstance(one, BucketCollectives) else one)
+    return following

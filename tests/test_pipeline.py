@@ -26,7 +26,7 @@ class WrongPass:
     edit: Edit
     named: fx.Node | None = None
     name = "wrong-pass"
-    stage = Stage.FINAL
+    requires, ensures = Stage.BUCKETED, Stage.FINAL
 
     def plan(self, _step: StepGraph) -> Edit:
         return self.edit
@@ -64,6 +64,14 @@ def test_a_wrong_pass_is_refused(edit: Edit, phase: Phase, rule: str, only_pass:
         pipeline.transform(graph(phase), FSDPOptions(prefetch=1))
 
     assert f"wrong after wrong-pass\n  {rule}: %{wrong.named} " in str(caught.value)
+
+
+@pytest.mark.parametrize("prefetch", [*pipeline.KINDS_OF_SCHEDULES, 0])
+def test_each_pass_takes_what_the_one_before_it_leaves(prefetch: int | str) -> None:
+    every = pipeline.passes(FSDPOptions(prefetch=prefetch))
+    assert every[0].requires is None
+    assert [one.ensures for one in every[:-1]] == [one.requires for one in every[1:]]
+    assert every[-1].ensures is Stage.FINAL
 
 
 def test_a_correct_graph_is_returned(only_pass: Callable[[Edit], WrongPass]) -> None:

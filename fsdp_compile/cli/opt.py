@@ -115,8 +115,7 @@ def apply_passes(step: StepGraph, pipeline: list[GraphPass[Any]]) -> Iterator[Ap
         InvariantError: If a pass cannot take a graph, which breaks a rule, or leaves a node before one that it needs.
     """
     from fsdp_compile.ir.graph import Stage
-    from fsdp_compile.ir.text.diff import diff_graphs, format_diff
-    from fsdp_compile.ir.text.printer import format_graph, format_plan
+    from fsdp_compile.ir.text.printer import format_diff, format_graph, format_plan
     from fsdp_compile.verify.check import RULES, check
 
     before, after_pass = format_graph(step), "the text was read"
@@ -138,7 +137,7 @@ def apply_passes(step: StepGraph, pipeline: list[GraphPass[Any]]) -> Iterator[Ap
             reason = str(error).splitlines()[0]
             raise InvariantError(f"{graph_pass.name} left an ill-formed graph: {reason}") from error
         after = format_graph(step)
-        yield Applied(graph_pass.name, plan_text, format_diff(diff_graphs(before, after)), after)
+        yield Applied(graph_pass.name, plan_text, format_diff(before, after), after)
         before = after
 
 

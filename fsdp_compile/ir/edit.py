@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -62,9 +62,7 @@ def infer_value(node: fx.Node) -> Any:
     if mode is None:
         # A factory such as `aten.zeros` belongs to the fake mode of the graph, else its result is a real tensor.
         mode = detect_fake_mode([n.meta.get("val") for n in node.graph.find_nodes(op="placeholder")])
-    if mode is None:
-        return node.target(*args, **kwargs)  # type: ignore[operator]
-    with mode:
+    with mode or nullcontext():
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
 

@@ -28,85 +28,57 @@ class Phase(enum.Enum):
 class Stage(enum.Enum):
     """How far a graph has come: some rules apply only at the end, and each pass has the stage that it leaves."""
 
-    INSERTED = "after-insert"
-    """One collective per parameter."""
-    BUCKETED = "after-bucket"
-    """One collective per bucket, and not yet where each is freed."""
-    FINAL = "final"
-    """What is lowered."""
+    INSERTED = "after-insert"  # one collective per parameter
+    BUCKETED = "after-bucket"  # one collective per bucket, and not yet where each is freed
+    FINAL = "final"  # what is lowered
 
 
 class Role(enum.Enum):
     """What a node is for."""
 
-    FLAT = "flat"
-    """Graph input: a flat parameter."""
-    GRAD_ACCUMULATOR = "grad_accumulator"
-    """Graph input: the leaf that gradients go to which are not summed over all ranks."""
-    UNREDUCED_GRAD = "unreduced_grad"
-    """Graph input: full gradients that wait for their reduction."""
-    PARTIAL_GRAD = "partial_grad"
-    """Graph input: reduced gradients that wait for their sum over replicas."""
-    UNSHARDED_PARAM = "unsharded_param"
-    """Graph input: a full parameter that is still unsharded since an earlier call."""
-    SAVED_PARAM = "saved_param"
-    """Graph input of backward: a full parameter that forward saved because it fits (`Reshard.AUTO`)."""
-    SHARD = "shard"
-    """This rank's part of a message, on its way into an all-gather."""
-    OFFLOAD_IN = "offload_in"
-    """Starts to copy this rank's part of a message from the host to the device."""
-    OFFLOAD_IN_WAIT = "offload_in_wait"
-    """Completes that copy."""
-    GATHER = "gather"
-    """Starts an all-gather."""
-    GATHER_ITEM = "gather_item"
-    """One message of a grouped all-gather that is still running."""
-    GATHER_WAIT = "gather_wait"
-    """Completes an all-gather, or one message of a grouped one."""
-    COPY_OUT = "copy_out"
-    """A step from a gathered message to a full parameter."""
-    FULL = "full"
-    """A full parameter, as readers see it."""
-    POST_FORWARD_SHARD = "post_forward_shard"
-    """This rank's part of a parameter that is saved for backward, or a step to it; an input of backward."""
-    RESHARD = "reshard"
-    """Frees gathered messages."""
-    GRADIENT = "gradient"
-    """A step from a full gradient to a message."""
-    LOOK_UP = "look_up"
-    """Looks up rows of a parameter that stays sharded."""
-    AVERAGE_ROWS = "average_rows"
-    """Averages the gradients of such rows over all ranks."""
-    ADD_UNREDUCED = "add_unreduced"
-    """Adds unreduced gradients to new ones, before they are reduced."""
-    REDUCE = "reduce"
-    """Starts a reduce-scatter."""
-    REDUCE_ITEM = "reduce_item"
-    """One message of a grouped reduce-scatter that is still running."""
-    REDUCE_WAIT = "reduce_wait"
-    """Completes a reduce-scatter, or one message of a grouped one."""
-    ADD_PARTIAL = "add_partial"
-    """Adds accumulated reduce-scattered gradients to new ones, before they are summed over replicas."""
-    REPLICATE = "replicate"
-    """Starts an all-reduce over replicas."""
-    REPLICATE_ITEM = "replicate_item"
-    """One message of a grouped all-reduce that is still running."""
-    REPLICATE_WAIT = "replicate_wait"
-    """Completes an all-reduce over replicas, or one message of a grouped one."""
-    SHARD_GRADIENT = "shard_gradient"
-    """A step from a reduced message to the flat parameter's gradient."""
-    OFFLOAD_OUT = "offload_out"
-    """Starts to copy a flat parameter's gradient from the device to the host."""
-    OFFLOAD_OUT_WAIT = "offload_out_wait"
-    """Makes the device, not the host, wait for that copy."""
-    FLAT_GRADIENT = "flat_gradient"
-    """Graph output: the gradient of a flat parameter."""
-    UPDATE = "update"
-    """Updates a flat parameter with its gradient; whatever reads the flat parameter comes before."""
-    PARTIAL_GRADIENT = "partial_gradient"
-    """Graph output: the gradient of a flat parameter before its sum over replicas."""
-    UNREDUCED_GRADIENT = "unreduced_gradient"
-    """Graph output: the full gradients of a flat parameter's parameters, not reduced."""
+    # Graph inputs
+    FLAT = "flat"  # a flat parameter
+    GRAD_ACCUMULATOR = "grad_accumulator"  # the leaf that gradients go to which are not summed over all ranks
+    UNREDUCED_GRAD = "unreduced_grad"  # full gradients that wait for their reduction
+    PARTIAL_GRAD = "partial_grad"  # reduced gradients that wait for their sum over replicas
+    UNSHARDED_PARAM = "unsharded_param"  # a full parameter that is still unsharded since an earlier call
+    SAVED_PARAM = "saved_param"  # of backward: a full parameter that forward saved because it fits (`Reshard.AUTO`)
+
+    # From flat parameters to full ones
+    SHARD = "shard"  # this rank's part of a message, on its way into an all-gather
+    OFFLOAD_IN = "offload_in"  # starts to copy this rank's part of a message from the host to the device
+    OFFLOAD_IN_WAIT = "offload_in_wait"  # completes that copy
+    GATHER = "gather"  # starts an all-gather
+    GATHER_ITEM = "gather_item"  # one message of a grouped all-gather that is still running
+    GATHER_WAIT = "gather_wait"  # completes an all-gather, or one message of a grouped one
+    COPY_OUT = "copy_out"  # a step from a gathered message to a full parameter
+    FULL = "full"  # a full parameter, as readers see it
+    POST_FORWARD_SHARD = (
+        "post_forward_shard"  # this rank's part of one, saved for backward, or a step to it; or an input
+    )
+    RESHARD = "reshard"  # frees gathered messages
+
+    # From full gradients to those of flat parameters
+    GRADIENT = "gradient"  # a step from a full gradient to a message
+    LOOK_UP = "look_up"  # looks up rows of a parameter that stays sharded
+    AVERAGE_ROWS = "average_rows"  # averages the gradients of such rows over all ranks
+    ADD_UNREDUCED = "add_unreduced"  # adds unreduced gradients to new ones, before they are reduced
+    REDUCE = "reduce"  # starts a reduce-scatter
+    REDUCE_ITEM = "reduce_item"  # one message of a grouped reduce-scatter that is still running
+    REDUCE_WAIT = "reduce_wait"  # completes a reduce-scatter, or one message of a grouped one
+    ADD_PARTIAL = "add_partial"  # adds accumulated reduce-scattered gradients to new ones, before the all-reduce
+    REPLICATE = "replicate"  # starts an all-reduce over replicas
+    REPLICATE_ITEM = "replicate_item"  # one message of a grouped all-reduce that is still running
+    REPLICATE_WAIT = "replicate_wait"  # completes an all-reduce over replicas, or one message of a grouped one
+    SHARD_GRADIENT = "shard_gradient"  # a step from a reduced message to the flat parameter's gradient
+    OFFLOAD_OUT = "offload_out"  # starts to copy a flat parameter's gradient from the device to the host
+    OFFLOAD_OUT_WAIT = "offload_out_wait"  # makes the device, not the host, wait for that copy
+    UPDATE = "update"  # updates a flat parameter with its gradient; whatever reads the flat parameter comes before
+
+    # Graph outputs
+    FLAT_GRADIENT = "flat_gradient"  # the gradient of a flat parameter
+    PARTIAL_GRADIENT = "partial_gradient"  # the gradient of a flat parameter before its sum over replicas
+    UNREDUCED_GRADIENT = "unreduced_gradient"  # full gradients of a flat parameter's parameters, not reduced
 
 
 INPUTS = frozenset(
@@ -127,20 +99,14 @@ GRADIENTS = (Role.FLAT_GRADIENT, Role.PARTIAL_GRADIENT, Role.UNREDUCED_GRADIENT)
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """What a node is for, and for which parameters.
-
-    Attributes:
-        unit: Name of the unit; of the first one, if the node serves several.
-        specs: The reads of `parameters`, in the same order.
-        owners: The unit of each parameter, if they are of several units; else empty.
-    """
+    """What a node is for, and for which parameters."""
 
     role: Role
-    unit: str
+    unit: str  # name of the unit; of the first one, if the node serves several
     parameters: tuple[str, ...]
-    specs: tuple[UnshardSpec, ...]
+    specs: tuple[UnshardSpec, ...]  # the reads of `parameters`, in the same order
     phase: Phase
-    owners: tuple[str, ...] = ()
+    owners: tuple[str, ...] = ()  # the unit of each parameter, if they are of several units; else empty
 
     @property
     def units(self) -> tuple[str, ...]:
@@ -176,15 +142,11 @@ def require(node: fx.Node) -> Record:
 
 @dataclasses.dataclass
 class StepGraph:
-    """The forward or the backward graph of one compiled region.
-
-    Attributes:
-        beside_bytes: Of a backward, bytes of inputs of its forward that it does not take, and that are in memory.
-    """
+    """The forward or the backward graph of one compiled region."""
 
     gm: fx.GraphModule
     phase: Phase
-    beside_bytes: int = 0
+    beside_bytes: int = 0  # of a backward, bytes of inputs of its forward that it does not take, and that are in memory
 
     @property
     def graph(self) -> fx.Graph:

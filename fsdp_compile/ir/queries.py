@@ -1,4 +1,4 @@
-"""Read-only questions about a graph: modules, reads, aliases, writes, and all-gathers that units were told to prefetch.
+"""Read-only questions about a graph: modules, reads, aliases, writes.
 
 AOTAutograd writes new values of inputs at the end of a graph:
 
@@ -10,7 +10,6 @@ backward.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping
@@ -24,7 +23,7 @@ from torch import fx
 
 from fsdp_compile._torch.distributed import collectives
 from fsdp_compile._torch.tensors import OpOverload
-from fsdp_compile.ir.graph import DECLARING, Phase, Record, Role, StepGraph, record_of, require, role_of
+from fsdp_compile.ir.graph import Record, Role, record_of, require, role_of
 from fsdp_compile.ops.embedding import AVERAGE_ROWS, LOOK_UP, REDUCE_ROWS
 from fsdp_compile.ops.post_forward import SHARD_POST_FORWARD, UNSHARD_POST_FORWARD
 from fsdp_compile.ops.unshard import REDUCE_GRAD, UNSHARD
@@ -221,61 +220,6 @@ def upstream(node: fx.Node, *roles: Role) -> list[fx.Node]:
 
     visit(node)
     return list(found)
-
-
-Lists = dict[str, tuple[str, ...]]
-"""For each unit, those that it was told to prefetch."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Named:
-    """`gather` starts where the parameters that `by` gathers are first used."""
-
-    gather: fx.Node
-    by: fx.Node
-
-
-def lists_of(step: StepGraph) -> Lists:
-    """What the units of a graph were told to prefetch in its phase; units without a list are left out."""
-    found: Lists = {}
-    for node in step.nodes(*DECLARING):
-        record = require(node)
-        spec = record.specs[0]
-        names = spec.forward_prefetch if step.phase is Phase.FORWARD else spec.backward_prefetch
-        if names:
-            number = record.unit.partition("#")[1:]  # of one of several models whose units have the same names
-            found[record.unit] = tuple(name + "".join(number) for name in names)
-    return found
-
-
-def named_gathers(step: StepGraph) -> list[Named]:
-    """The all-gathers that prefetch lists name, in the order of their starts; the first unit to name one starts it."""
-    lists = lists_of(step)
-    if not lists:
-        return []
-    order = step.order()
-    need = {gather: order[last_wait(gather, order)] for gather in step.nodes(Role.GATHER)}
-    found: dict[fx.Node, Named] = {}
-    for by in sorted(need, key=need.__getitem__):
-        for unit in require(by).units:
-            for name in lists.get(unit, ()):
-                for gather in sorted(need, key=need.__getitem__):
-                    units = require(gather).units
-                    # A unit that is already in use, or was resharded, at this point needs no prefetch.
-                    if name in units and unit not in units and need[gather] > need[by] and gather not in found:
-                        found[gather] = Named(gather, by)
-    return list(found.values())
-
-
-def last_wait(gather: fx.Node, order: dict[fx.Node, int]) -> fx.Node:
-    """The last wait for a message of an all-gather."""
-    return last_of(waits_of(gather), order)
-
-
-def waits_of(gather: fx.Node) -> list[fx.Node]:
-    """The waits for the messages of an all-gather, in the order of the messages."""
-    items = [user for user in gather.users if role_of(user) is Role.GATHER_ITEM] or [gather]
-    return [user for item in items for user in item.users if role_of(user) is Role.GATHER_WAIT]
 
 
 def functions_of(call: fx.Node) -> list[fx.Node]:

@@ -10,31 +10,20 @@ import torch
 from torch import fx
 
 _LIBRARIES = (Path(__file__).parents[1], Path(torch.__file__).parent)
+"""Folders whose functions are torch's or this package's."""
 _FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)')
 
 
 class Frame(NamedTuple):
-    """One function call on the way to a node.
+    """One function call on the way to a node."""
 
-    Attributes:
-        file: Of the function.
-        line: In the file.
-        function: Its name.
-        code: The text of the line.
-    """
-
-    file: str
-    line: int
-    function: str
-    code: str
+    file: str  # of the function
+    line: int  # in the file
+    function: str  # its name
+    code: str  # the text of the line
 
     def __str__(self) -> str:
         return f'File "{self.file}", line {self.line}, in {self.function}: {self.code}'
-
-    @property
-    def is_users(self) -> bool:
-        """Whether the function is neither torch's nor this package's."""
-        return not any(self.file.startswith(f"{library}/") for library in _LIBRARIES)
 
 
 def frames_of(node: fx.Node) -> list[Frame]:
@@ -48,21 +37,15 @@ def frames_of(node: fx.Node) -> list[Frame]:
     return frames
 
 
-def source_frame(node: fx.Node, *, that_calls: str | None = None) -> Frame | None:
-    """The innermost call of a function of the user's in which a node was recorded; of any function, if there is none.
+def source_line(node: fx.Node, *, that_calls: str | None = None) -> str:
+    """The innermost call of a function of the user's in which a node was recorded, as text for errors.
 
     Args:
-        node: The node.
+        node: The node; if no function of the user's recorded it, its innermost call counts.
         that_calls: A file: only calls before the first one of a function in it count.
     """
     frames = frames_of(node)
     if that_calls is not None:
         frames = frames[: [frame.file for frame in frames].index(that_calls)]
-    users = [frame for frame in frames if frame.is_users]
-    return next(iter((users or frames)[-1:]), None)
-
-
-def source_line(node: fx.Node, *, that_calls: str | None = None) -> str:
-    """`source_frame` as text, for errors."""
-    frame = source_frame(node, that_calls=that_calls)
-    return "no line of the user's program" if frame is None else str(frame)
+    users = [frame for frame in frames if not any(frame.file.startswith(f"{library}/") for library in _LIBRARIES)]
+    return str((users or frames)[-1]) if frames else "no line of the user's program"

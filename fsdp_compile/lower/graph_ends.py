@@ -21,9 +21,10 @@ import torch
 from torch import fx
 
 from fsdp_compile._torch.dynamo import LazyGraphModule
+from fsdp_compile.cost.timeline import waits_of
 from fsdp_compile.fsdp2.pipeline import Gather, Head, Tail
 from fsdp_compile.ir.graph import SENT, Role, StepGraph, require, role_of
-from fsdp_compile.ir.queries import flat_of, waits_of
+from fsdp_compile.ir.queries import flat_of
 from fsdp_compile.layout.spec import Reshard
 
 _HEAD = frozenset({*SENT, Role.GATHER, Role.GATHER_ITEM})

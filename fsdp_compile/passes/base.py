@@ -14,11 +14,16 @@ class GraphPass(Protocol[PlanT]):
 
     Attributes:
         name: As users write it, such as "insert-collectives".
-        stage: How far it leaves a graph, which decides the rules that apply there.
+        ensures: How far it leaves a graph: the verifier's rules for that stage hold.
     """
 
     name: str
-    stage: Stage
+    ensures: Stage
+
+    @property
+    def requires(self) -> Stage | None:
+        """How far the graphs that it takes have come; `None` for those of AOTAutograd, which have markers."""
+        ...
 
     def plan(self, step: StepGraph) -> PlanT:
         """Decides what to do; reads the graph and changes nothing."""

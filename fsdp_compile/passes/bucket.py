@@ -2,23 +2,26 @@
 
     wait(all_gather(%w)), wait(all_gather(%b))  ->  all_gather_coalesced([%w, %b]), then a wait per message
 
-Small parameters that are neighbours in the flat parameter are sent as one packed message; every large one is a message
-of its own, gathered into contiguous memory that a matmul reads in place (or packed, if that takes less time:
-`bucketing/choose_layout.py`). Nothing is copied before a gather.
-
-The gather starts where the unit is read first, the reduction where its last gradient is ready. Units that are so small
-that a collective's latency takes most of its time share one (`bucketing/join_small.py`).
+1. Parameters of one unit, group and dtype share a collective. Tiny units share one, and units at the edges of the graph
+   are split, as `bucketing/grouping.py` says; or it is as in another rank's plan (`follow_order.py`).
+2. Small parameters that are neighbours in the flat parameter are one packed message. Every large one is a message of
+   its own, in contiguous memory that a matmul reads in place, or packed, if that takes less time.
+3. A gather starts where its first parameter is read. Nothing is copied before it, and neighbours are cast at once
+   (`bucketing/copies.py`). Each parameter is copied out where its own read was.
+4. A reduction starts where its last gradient is ready, with all its stages; or as one message in FSDP2's layout
+   (`bucketing/fsdp2_layout.py`). Flat gradients are joined again, at the end of the graph.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 from torch import fx
 
 from fsdp_compile._torch.distributed import collectives
+from fsdp_compile.cost.communicate import Kind
 from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.errors import InvariantError
 from fsdp_compile.ir.edit import GraphBuilder, erase_unused
@@ -29,14 +32,7 @@ from fsdp_compile.layout.flat_layout import ReduceLayout
 from fsdp_compile.layout.messages import narrow, view
 from fsdp_compile.passes.bucketing.copies import cast_together, copy_together
 from fsdp_compile.passes.bucketing.fsdp2_layout import Reduced, write_packed_reduction
-from fsdp_compile.passes.bucketing.grouping import (
-    Groups,
-    can_be_joined,
-    cheapest_bucket,
-    edges_of,
-    join_gathers,
-    join_reductions,
-)
+from fsdp_compile.passes.bucketing.grouping import Groups, can_be_joined, cheapest_bucket, edges_of, join_neighbours
 from fsdp_compile.passes.bucketing.messages import (
     Bucket,
     Message,
@@ -73,23 +69,15 @@ class BucketPlan:
 
 @dataclasses.dataclass(frozen=True)
 class BucketCollectives:
-    """The pass; see the module's docstring.
+    """The pass; see the module's docstring."""
 
-    Attributes:
-        hardware: If given, its times choose what is one message.
-        whole: Whether the graph is all of its model.
-        reduce_layout: Of the messages of reductions; FSDP2's is neither split nor joined.
-        join_bytes: Units share collectives up to this many bytes of full parameters, or of full gradients; 0 for none.
-        follow: If given, which parameters share a collective is as in another rank's plan.
-    """
-
-    hardware: Hardware | None = None
-    whole: bool = True
-    reduce_layout: ReduceLayout = ReduceLayout.ALIGNED
-    join_bytes: int = 0
-    follow: FollowOrder | None = None
+    hardware: Hardware | None = None  # its times choose what is one message
+    whole: bool = True  # the graph is all of its model
+    reduce_layout: ReduceLayout = ReduceLayout.ALIGNED  # of reductions; FSDP2's messages are neither split nor joined
+    join_bytes: int = 0  # of full parameters, or of full gradients, up to which units share collectives
+    follow: FollowOrder | None = None  # which parameters share a collective is as in another rank's plan
     name = "bucket"
-    stage = Stage.BUCKETED
+    requires, ensures = Stage.INSERTED, Stage.BUCKETED
 
     def plan(self, step: StepGraph) -> BucketPlan:
         """One bucket per unit, groups and dtype of the message; several at the edges, one for several tiny units."""
@@ -121,15 +109,18 @@ class BucketCollectives:
     ) -> tuple[Groups, Groups]:
         """By this graph's own sizes."""
         is_aligned = self.reduce_layout is ReduceLayout.ALIGNED
-        gathers = join_gathers(by_unit(gathered), self.join_bytes, partials)
-        reductions = by_unit(reduced)
-        if is_aligned:
-            reductions = join_reductions(reductions, self.join_bytes, step.order(), partials)
+        gathers, reductions = by_unit(gathered), by_unit(reduced)
+        if self.join_bytes:
+            gathers = join_neighbours(gathers, self.join_bytes, partials)
+        if self.join_bytes and is_aligned:
+            order = step.order()
+            reductions.sort(key=lambda group: max(order[single.start] for single in group))
+            reductions = join_neighbours(reductions, self.join_bytes, partials)
         if self.hardware is not None:
             edges = edges_of(step, self.hardware, whole=self.whole)
-            gathers = edges.split_gathers(gathers)
+            gathers = edges.split(gathers, Kind.GATHER)
             if is_aligned:
-                reductions = edges.split_reductions(reductions)
+                reductions = edges.split(reductions, Kind.REDUCE)
         return [by_offset(group) for group in gathers], [by_offset(group) for group in reductions]
 
     def apply(self, step: StepGraph, plan: BucketPlan) -> None:
@@ -145,23 +136,23 @@ def _gather_single(start: fx.Node) -> ParamCollective:
     shard = start.all_input_nodes[0]
     while require(shard).role in SENT:
         shard = shard.all_input_nodes[0]
-    end = start
-    while require(end).role is not Role.FULL:
-        end = _next(end)
-    return ParamCollective(start, shard, end)
+    return ParamCollective(start, shard, _chain(start)[-1])
 
 
-def _next(node: fx.Node) -> fx.Node:
-    """The next step from the start of a single gather to its full parameter."""
+def _chain(start: fx.Node) -> list[fx.Node]:
+    """The steps of a single gather up to its full parameter."""
     roles = (Role.GATHER_ITEM, Role.GATHER_WAIT, Role.COPY_OUT, Role.FULL)
-    for user in node.users:
-        if role_of(user) in roles:
-            return user
-    raise InvariantError(
-        f"%{node} leads to no full parameter",
-        where=source_line(node),
-        instead="gathers as insert-collectives leaves them",
-    )
+    chain = [start]
+    while require(chain[-1]).role is not Role.FULL:
+        following = next((user for user in chain[-1].users if role_of(user) in roles), None)
+        if following is None:
+            raise InvariantError(
+                f"%{chain[-1]} leads to no full parameter",
+                where=source_line(chain[-1]),
+                instead="gathers as insert-collectives leaves them",
+            )
+        chain.append(following)
+    return chain
 
 
 def _reduce_single(start: fx.Node, flats: InputsByFlat) -> ParamCollective:
@@ -208,7 +199,8 @@ def _write_gather(step: StepGraph, bucket: Bucket, order: dict[fx.Node, int]) ->
 
 def _rewrite_parts(step: StepGraph, piece: Message, message: fx.Node, order: dict[fx.Node, int]) -> None:
     """Copies this rank's post-forward shard of a piece out of its message, and of it the part of each parameter."""
-    kept = {single: node for single in piece.singles for node in _part_of(single)}
+    users = ((single, user) for single in piece.singles for node in _chain(single.start) for user in node.users)
+    kept = {single: user for single, user in users if role_of(user) is Role.POST_FORWARD_SHARD}
     if not kept:
         return
     first = first_of(kept.values(), order)
@@ -225,14 +217,6 @@ def _rewrite_parts(step: StepGraph, piece: Message, message: fx.Node, order: dic
                 mine = view(b, narrow(b, rows, 1, begin, begin + spec.extent), [spec.post_forward_numel])
             node.replace_all_uses_with(mine)
         step.graph.erase_node(node)
-
-
-def _part_of(single: ParamCollective) -> Iterator[fx.Node]:
-    """The post-forward shard of a single parameter, if there is one."""
-    node = single.start
-    while node is not single.end:
-        yield from (user for user in node.users if role_of(user) is Role.POST_FORWARD_SHARD)
-        node = _next(node)
 
 
 def _shard_messages(b: GraphBuilder, piece: Message, cast: Mapping[Message, fx.Node]) -> list[fx.Node]:
@@ -278,28 +262,21 @@ def _write_reduction(
     b = GraphBuilder(step.graph, joint_record(bucket.singles, Role.GRADIENT), final)
     with step.graph.inserting_before(final):
         messages = [_gradient_message(b, piece) for piece in bucket.pieces]
-        for stage in stages(bucket.spec):
-            for index, piece in enumerate(bucket.pieces if stage.start is Role.REPLICATE else ()):
+        for roles, _, operator, arguments in stages(bucket.spec):
+            for index, piece in enumerate(bucket.pieces if Role.REPLICATE in roles else ()):
                 # What earlier backward passes have accumulated; pieces of several flat parameters have none.
-                if (partial := partials.of(piece.flat)) is not None:
-                    b.record = piece.record(Role.ADD_PARTIAL)
-                    messages[index] = add_partial(b, partial, piece.begin, messages[index])
-            arguments = (messages, *stage.arguments(bucket.spec))
-            messages = start_grouped(
-                b, stage.grouped, arguments, bucket.pieces, (stage.start, stage.item, stage.wait)
-            )  # fmt: skip
-        finished = zip(bucket.pieces, messages, strict=True)
-        return [reduced for piece, shard in finished for reduced in _finished(b, piece, shard)]
-
-
-def _finished(b: GraphBuilder, piece: Message, shard: fx.Node) -> Iterator[Reduced]:
-    """The average, flat parameter by flat parameter."""
-    b.record = piece.record(Role.SHARD_GRADIENT)
-    shard = scale_after(b, shard, piece.singles[0].spec)
-    for run in piece.adjacent:
-        start = piece.starts[run.singles[0]]
-        b.record = run.record(Role.SHARD_GRADIENT)
-        yield run.flat, run.begin, narrow(b, shard, 0, start, start + run.span)
+                b.record = piece.record(Role.ADD_PARTIAL)
+                messages[index] = add_partial(b, partials.of(piece.flat), piece.begin, messages[index])
+            messages = start_grouped(b, operator, (messages, *arguments), bucket.pieces, roles)
+        reduced: list[Reduced] = []
+        for piece, message in zip(bucket.pieces, messages, strict=True):
+            b.record = piece.record(Role.SHARD_GRADIENT)
+            average = scale_after(b, message, piece.singles[0].spec)
+            for run in piece.adjacent:
+                start = piece.starts[run.singles[0]]
+                b.record = run.record(Role.SHARD_GRADIENT)
+                reduced.append((run.flat, run.begin, narrow(b, average, 0, start, start + run.span)))
+    return reduced
 
 
 def _gradient_message(b: GraphBuilder, piece: Message) -> fx.Node:

@@ -20,7 +20,6 @@ from fsdp_compile.cost.communicate import communication
 from fsdp_compile.cost.compute import node_costs
 from fsdp_compile.cost.fusion import Fusion, plan_kernels
 from fsdp_compile.cost.hardware import Hardware
-from fsdp_compile.cost.hardware import hardware as named_hardware
 from fsdp_compile.ir.edit import move
 from fsdp_compile.ir.graph import Role, Stage, StepGraph, role_of
 from fsdp_compile.ir.queries import is_known_to_repeat, tied_to_writes
@@ -44,27 +43,22 @@ class Delayed:
 
 @dataclasses.dataclass(frozen=True)
 class DelayPlan:
-    """The reductions and all nodes that move to the end of the graph, in graph order.
-
-    Attributes:
-        tail_us: Estimated time from the end of computing to the end of the graph.
-        tail_before_us: The same without the move.
-    """
+    """The reductions and all nodes that move to the end of the graph, in graph order."""
 
     delayed: tuple[Delayed, ...]
     moved: tuple[fx.Node, ...]
-    tail_us: float
-    tail_before_us: float
+    tail_us: float  # estimated time from the end of computing to the end of the graph
+    tail_before_us: float  # the same without the move
 
 
 @dataclasses.dataclass(frozen=True)
 class DelayWeightGradients:
     """The pass; see the module's docstring."""
 
-    hardware: Hardware = dataclasses.field(default_factory=named_hardware)
-    fusion: Fusion = Fusion.KERNELS
+    hardware: Hardware
+    fusion: Fusion
     name = "delay-weight-gradients"
-    stage = Stage.BUCKETED
+    requires, ensures = Stage.BUCKETED, Stage.BUCKETED
 
     def plan(self, step: StepGraph) -> DelayPlan:
         """Counts back from the last reduction to where delaying one more would not help."""
@@ -85,13 +79,16 @@ class DelayWeightGradients:
             )
             for chain, made in latest_first
         )
-        delayed = _most_useful(others, last.link_us)
-        return DelayPlan(
-            tuple(delayed[::-1]),
-            _with_all_that_follows(step, delayed),
-            _tail_us(delayed, last.link_us),
-            last.link_us,
-        )
+        # As many of the latest reductions as save most; the fewest of those that do.
+        runs = [others[:count] for count in range(len(others) + 1)]
+        lost_us = [_tail_us(run, last.link_us) + LEAST_GAIN * sum(one.compute_us for one in run) for run in runs]
+        delayed = runs[lost_us.index(min(lost_us))]
+        moved = {node for one in delayed for node in (*one.made, one.start)}
+        for node in step.graph.nodes:  # and everything downstream
+            if node.op == "call_function" and not moved.isdisjoint(node.all_input_nodes):
+                moved.add(node)
+        in_order = tuple(sorted(moved, key=order.__getitem__))
+        return DelayPlan(tuple(delayed[::-1]), in_order, _tail_us(delayed, last.link_us), last.link_us)
 
     def apply(self, step: StepGraph, plan: DelayPlan) -> None:
         """Moves the nodes."""
@@ -119,16 +116,6 @@ def _made_for(start: fx.Node, order: Mapping[fx.Node, int], tied: Container[fx.N
     return tuple(sorted(alone - {start}, key=order.__getitem__))
 
 
-def _most_useful(latest_first: Sequence[Delayed], last_us: float) -> list[Delayed]:
-    """As many of the latest reductions as save most; the fewest of those that do."""
-    runs = [list(latest_first[:count]) for count in range(len(latest_first) + 1)]
-
-    def lost_us(run: Sequence[Delayed]) -> float:
-        return _tail_us(run, last_us) + LEAST_GAIN * sum(one.compute_us for one in run)
-
-    return min(runs, key=lambda run: (lost_us(run), len(run)))
-
-
 def _tail_us(delayed: Sequence[Delayed], last_us: float) -> float:
     """Time between the end of computing and the end of the link's work, if the link is free for the last reduction."""
     link_us, computed_us = last_us, 0.0
@@ -137,12 +124,3 @@ def _tail_us(delayed: Sequence[Delayed], last_us: float) -> float:
         # It starts when its gradients are ready and the one before it is over.
         link_us = max(link_us, computed_us) + one.link_us
     return max(0.0, link_us - computed_us)
-
-
-def _with_all_that_follows(step: StepGraph, delayed: Sequence[Delayed]) -> tuple[fx.Node, ...]:
-    """Reductions with what is computed for them alone and everything downstream, in graph order."""
-    moved = {node for one in delayed for node in (*one.made, one.start)}
-    for node in step.graph.nodes:
-        if node.op == "call_function" and not moved.isdisjoint(node.all_input_nodes):
-            moved.add(node)
-    return tuple(node for node in step.graph.nodes if node in moved)

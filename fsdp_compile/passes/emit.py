@@ -34,6 +34,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from operator import getitem
+from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -51,16 +52,6 @@ from fsdp_compile.ops.post_forward import OWN_PART, UNSHARD_POST_FORWARD
 from fsdp_compile.ops.quantize import BLOCK_SCALES, DEQUANTIZE, QUANTIZE
 
 aten = torch.ops.aten
-
-
-def copy_in(b: GraphBuilder, message: fx.Node, spec: UnshardSpec) -> fx.Node:
-    """Records the copy of a slice of the flat parameter to the device; `message` itself if it is there."""
-    if not spec.compute:
-        return message
-    with b.as_role(Role.OFFLOAD_IN):
-        copied = b.call(START_COPY, message, spec.compute)
-    with b.as_role(Role.OFFLOAD_IN_WAIT):
-        return b.call(WAIT_COPY, copied)  # nothing writes to the flat parameter while the graph runs
 
 
 def copy_out(b: GraphBuilder, gradient: fx.Node) -> fx.Node:
@@ -81,7 +72,12 @@ def messages_of(b: GraphBuilder, flat: fx.Node, begin: int, span: int, spec: Uns
 
     `spec` is that of the first slot there; all slots of a message have its dtypes.
     """
-    shard = copy_in(b, narrow(b, flat, 0, begin, begin + span), spec)
+    shard = narrow(b, flat, 0, begin, begin + span)
+    if spec.compute:
+        with b.as_role(Role.OFFLOAD_IN):
+            copied = b.call(START_COPY, shard, spec.compute)
+        with b.as_role(Role.OFFLOAD_IN_WAIT):
+            shard = b.call(WAIT_COPY, copied)  # nothing writes to the flat parameter while the graph runs
     if not spec.gather_format:
         return [cast(b, shard, spec.param_dtype)]
     scales = b.call(BLOCK_SCALES, shard, spec.gather_format)
@@ -129,12 +125,6 @@ def full_node(b: GraphBuilder, message: fx.Node, spec: UnshardSpec, *, start: in
     return full
 
 
-def view_of_unsharded(b: GraphBuilder, kept: fx.Node, spec: UnshardSpec) -> fx.Node:
-    """Records a read of a full parameter that is still unsharded since an earlier call."""
-    with b.as_role(Role.FULL):
-        return b.call(aten.view.default, kept, list(spec.shape))
-
-
 def shard_post_forward(b: GraphBuilder, marker: fx.Node, message: fx.Node, full: fx.Node) -> None:
     """Copies this rank's post-forward shard out of a message for `marker`."""
     for again in [user for user in marker.users if user.target is UNSHARD_POST_FORWARD]:
@@ -154,83 +144,41 @@ def post_forward_part(b: GraphBuilder, message: fx.Node) -> fx.Node:
         return b.call(OWN_PART, message, spec.post_forward_size, spec.post_forward_group)
 
 
-@dataclasses.dataclass(frozen=True)
-class ReduceStage:
-    """One collective of a reduction: roles of its nodes, and its operators.
+class ReduceStage(NamedTuple):
+    """One collective of a reduction."""
 
-    Attributes:
-        item: Role of one message of a grouped one that is still running.
-        single: The operator for one message.
-        grouped: The operator for a list of messages.
-        arguments: What the operators take after the message or messages.
-    """
-
-    start: Role
-    item: Role
-    wait: Role
-    single: OpOverload
-    grouped: OpOverload
-    arguments: Callable[[UnshardSpec], tuple[object, ...]]
+    roles: tuple[Role, Role, Role]  # of its start, of one message of a grouped one that is still running, of its wait
+    single: OpOverload  # the operator for one message
+    grouped: OpOverload  # the operator for a list of messages
+    arguments: tuple[object, ...]  # what the operators take after the message or messages
 
 
-SCATTER = ReduceStage(
-    Role.REDUCE,
-    Role.REDUCE_ITEM,
-    Role.REDUCE_WAIT,
-    collectives.reduce_scatter_tensor.default,
-    collectives.reduce_scatter_tensor_coalesced.default,
-    lambda spec: (scaling(spec).operation, spec.size, spec.scatter_group),
-)
-REPLICATE = ReduceStage(
-    Role.REPLICATE,
-    Role.REPLICATE_ITEM,
-    Role.REPLICATE_WAIT,
-    collectives.all_reduce.default,
-    collectives.all_reduce_coalesced.default,
-    lambda spec: (scaling(spec).operation, spec.replicate_group),
-)
-HOOK_SCATTER = dataclasses.replace(
-    SCATTER,
-    single=comm_hook.HOOK_SCATTER,
-    grouped=comm_hook.HOOK_SCATTER_COALESCED,
-    arguments=lambda spec: (spec.size, spec.hook),
-)
-HOOK_REDUCE = dataclasses.replace(
-    REPLICATE,
-    single=comm_hook.HOOK_REDUCE,
-    grouped=comm_hook.HOOK_REDUCE_COALESCED,
-    arguments=lambda spec: (spec.hook,),
-)
+_SCATTER = (Role.REDUCE, Role.REDUCE_ITEM, Role.REDUCE_WAIT)
+_REPLICATE = (Role.REPLICATE, Role.REPLICATE_ITEM, Role.REPLICATE_WAIT)
 STARTS = (Role.REDUCE, Role.REPLICATE)
 """Roles of the nodes that start a stage."""
-ON_THE_WAY = (
-    Role.REDUCE,
-    Role.REDUCE_ITEM,
-    Role.REDUCE_WAIT,
-    Role.ADD_PARTIAL,
-    Role.REPLICATE,
-    Role.REPLICATE_ITEM,
-    Role.REPLICATE_WAIT,
-)
+ON_THE_WAY = (*_SCATTER, Role.ADD_PARTIAL, *_REPLICATE)
 """Roles of the nodes between a gradient's message and its average."""
 
 
 def stages(spec: UnshardSpec) -> Iterator[ReduceStage]:
     """The stages of a parameter's reduction, in order."""
+    operation, c = scaling(spec).operation, collectives
     if spec.size > 1 and spec.grad_placement is not GradPlacement.UNREDUCED:
-        yield HOOK_SCATTER if spec.hook else SCATTER
+        if spec.hook:
+            operators = comm_hook.HOOK_SCATTER, comm_hook.HOOK_SCATTER_COALESCED
+            yield ReduceStage(_SCATTER, *operators, (spec.size, spec.hook))
+        else:
+            operators = c.reduce_scatter_tensor.default, c.reduce_scatter_tensor_coalesced.default
+            yield ReduceStage(_SCATTER, *operators, (operation, spec.size, spec.scatter_group))
     if spec.hook and spec.size == 1:
         if spec.grad_placement is GradPlacement.REDUCED:
-            yield HOOK_REDUCE
+            operators = comm_hook.HOOK_REDUCE, comm_hook.HOOK_REDUCE_COALESCED
+            yield ReduceStage(_REPLICATE, *operators, (spec.hook,))
     # Without shards, a hook has taken the place of this all-reduce.
     elif spec.replicas > 1 and spec.grad_placement is GradPlacement.REDUCED:
-        yield REPLICATE
-
-
-def scale_before(b: GraphBuilder, message: fx.Node, spec: UnshardSpec) -> fx.Node:
-    """Records the division of a message before its first collective, if there is one."""
-    factor = scaling(spec).before
-    return message if factor is None else b.call(aten.div.Tensor, message, factor)
+        operators = c.all_reduce.default, c.all_reduce_coalesced.default
+        yield ReduceStage(_REPLICATE, *operators, (operation, spec.replicate_group))
 
 
 def scale_after(b: GraphBuilder, shard: fx.Node, spec: UnshardSpec) -> fx.Node:
@@ -242,24 +190,31 @@ def scale_after(b: GraphBuilder, shard: fx.Node, spec: UnshardSpec) -> fx.Node:
         return b.call(aten.div.Tensor, shard, factor)
 
 
-def add_partial(b: GraphBuilder, partial: fx.Node, begin: int, shard: fx.Node) -> fx.Node:
-    """Records the sum of a reduced message and of the accumulated gradients of its slots, from element `begin` on."""
+def add_partial(b: GraphBuilder, partial: fx.Node | None, begin: int, shard: fx.Node) -> fx.Node:
+    """Records the sum of a reduced message and of the accumulated gradients of its slots, from element `begin` on.
+
+    `shard` itself if the flat parameter has no such gradients.
+    """
+    if partial is None:
+        return shard
     with b.as_role(Role.ADD_PARTIAL):
         held = narrow(b, partial, 0, begin, begin + b.value(shard).shape[0])
         # Where it travels in fewer bits than it accumulates in, the sum is in more than the message.
         return cast(b, b.call(aten.add.Tensor, held, shard), b.value(shard).dtype)
 
 
-def reduce_one(b: GraphBuilder, message: fx.Node, spec: UnshardSpec, partial: fx.Node | None = None) -> fx.Node:
+def reduce_one(
+    b: GraphBuilder, message: fx.Node, spec: UnshardSpec, add_partials: Callable[[fx.Node], fx.Node]
+) -> fx.Node:
     """Records the reduction of one message, `[size * extent]`; the result is this rank's `[extent]`.
 
-    `partial` has the accumulated gradients of the whole flat parameter that wait for their sum over replicas.
+    `add_partials` adds the accumulated gradients that wait for their sum over replicas, before that.
     """
-    for stage in stages(spec):
-        if stage.start is Role.REPLICATE and partial is not None:
-            message = add_partial(b, partial, spec.offset, message)
-        with b.as_role(stage.start):
-            message = b.call(stage.single, message, *stage.arguments(spec))
-        with b.as_role(stage.wait):
+    for (start, _, wait), operator, _, arguments in stages(spec):
+        if start is Role.REPLICATE:
+            message = add_partials(message)
+        with b.as_role(start):
+            message = b.call(operator, message, *arguments)
+        with b.as_role(wait):
             message = b.call(collectives.wait_tensor.default, message)
     return scale_after(b, message, spec)

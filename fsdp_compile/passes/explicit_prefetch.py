@@ -12,10 +12,11 @@ import dataclasses
 
 from torch import fx
 
+from fsdp_compile.cost.timeline import waits_of
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.ir.edit import move, with_needs
 from fsdp_compile.ir.graph import DECLARING, Phase, Role, Stage, StepGraph, require
-from fsdp_compile.ir.queries import last_wait, lists_of, named_gathers
+from fsdp_compile.ir.queries import last_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +38,7 @@ class ExplicitPrefetch:
     """The pass; see the module's docstring."""
 
     name = "explicit-prefetch"
-    stage = Stage.BUCKETED
+    requires, ensures = Stage.BUCKETED, Stage.BUCKETED
 
     def plan(self, step: StepGraph) -> ExplicitPlan:
         """Finds the place of each gather that a list names.
@@ -47,18 +48,17 @@ class ExplicitPrefetch:
                 read. Gathers of other graphs can start where this one's first does (`fsdp2/pipeline.py`), so the list
                 of its first unit may name these.
         """
-        named = named_gathers(step)
         _refuse_wrong_lists(step)
         order = step.order()
-        after = {one: last_wait(one.by, order) for one in named}
-        moved = {one: with_needs(one.gather, after[one]) for one in named}
+        behind = _named(step, order)
+        moved = {gather: with_needs(gather, last_wait) for gather, last_wait in behind.items()}
         moving = {node for nodes in moved.values() for node in nodes}
         starts = []
-        for one in named:
-            anchor = after[one].next
+        for gather, nodes in moved.items():
+            anchor = behind[gather].next
             while anchor in moving:
                 anchor = anchor.next
-            starts.append(Start(tuple(moved[one]), anchor))
+            starts.append(Start(tuple(nodes), anchor))
         return ExplicitPlan(tuple(starts))
 
     def apply(self, step: StepGraph, plan: ExplicitPlan) -> None:
@@ -66,9 +66,40 @@ class ExplicitPrefetch:
         move(step.graph, ((start.nodes, start.anchor) for start in plan.starts))
 
 
+def _lists_of(step: StepGraph) -> dict[str, tuple[str, ...]]:
+    """What the units of a graph were told to prefetch in its phase; units without a list are left out."""
+    found: dict[str, tuple[str, ...]] = {}
+    for node in step.nodes(*DECLARING):
+        record = require(node)
+        spec = record.specs[0]
+        names = spec.forward_prefetch if step.phase is Phase.FORWARD else spec.backward_prefetch
+        if names:
+            number = record.unit.partition("#")[1:]  # of one of several models whose units have the same names
+            found[record.unit] = tuple(name + "".join(number) for name in names)
+    return found
+
+
+def _named(step: StepGraph, order: dict[fx.Node, int]) -> dict[fx.Node, fx.Node]:
+    """The all-gathers that lists name, in the order of their starts, each with the wait behind which it starts.
+
+    The first unit to name one starts it.
+    """
+    lists = _lists_of(step)
+    waits = {gather: last_of(waits_of(gather), order) for gather in (step.nodes(Role.GATHER) if lists else ())}
+    by_need = sorted(waits, key=lambda gather: order[waits[gather]])
+    found: dict[fx.Node, fx.Node] = {}
+    for place, by in enumerate(by_need):
+        for unit in require(by).units:
+            for name in lists.get(unit, ()):
+                # A unit that is already in use, or was resharded, at this point needs no prefetch.
+                for gather in by_need[place + 1 :]:
+                    if name in require(gather).units and unit not in require(gather).units:
+                        found.setdefault(gather, waits[by])
+    return found
+
+
 def _refuse_wrong_lists(step: StepGraph) -> None:
-    lists = lists_of(step)
-    order = step.order()
+    lists, order = _lists_of(step), step.order()
     needs: dict[str, list[int]] = {}
     for full in step.nodes(Role.FULL):  # its unit may share the gather of another one, which is needed earlier
         needs.setdefault(require(full).unit, []).append(order[full])
@@ -79,17 +110,11 @@ def _refuse_wrong_lists(step: StepGraph) -> None:
         for name in names if unit in needs else ():
             # In backward a unit may have no read although forward has one: nothing needs its parameters there.
             if name not in read and unit not in at_the_start and step.phase is Phase.FORWARD:
-                raise _refusal(step, unit, f"{name}, which its graph does not read", _ELSEWHERE)
-            if name in needs and max(needs[name]) < min(needs[unit]):
-                raise _refusal(step, unit, f"{name}, which is needed before it", _LATER)
-
-
-_ELSEWHERE = "a list of the first unit that the graph reads, or no graph break in between"
-_LATER = "modules that run after it"
-
-
-def _refusal(step: StepGraph, unit: str, what: str, instead: str) -> ConfigError:
-    phase = step.phase.value
-    return ConfigError(
-        f"{unit} is told to prefetch {what}", where=f"set_modules_to_{phase}_prefetch() of {unit}", instead=instead
-    )
+                what = "which its graph does not read"
+                instead = "a list of the first unit that the graph reads, or no graph break in between"
+            elif name in needs and max(needs[name]) < min(needs[unit]):
+                what, instead = "which is needed before it", "modules that run after it"
+            else:
+                continue
+            where = f"set_modules_to_{step.phase.value}_prefetch() of {unit}"
+            raise ConfigError(f"{unit} is told to prefetch {name}, {what}", where=where, instead=instead)

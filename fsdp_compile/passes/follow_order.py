@@ -38,15 +38,11 @@ class FollowPlan:
 
 @dataclasses.dataclass(frozen=True)
 class FollowOrder:
-    """The pass; see the module's docstring.
+    """The pass; see the module's docstring."""
 
-    Attributes:
-        lines: The collectives in the order to follow, as `ir.calls.numbered` writes them.
-    """
-
-    lines: tuple[str, ...]
+    lines: tuple[str, ...]  # the collectives in the order to follow, as `ir.calls.numbered` writes them
     name = "follow-order"
-    stage = Stage.BUCKETED
+    requires, ensures = Stage.BUCKETED, Stage.BUCKETED
 
     def group(self, step: StepGraph, singles: Iterable[ParamCollective]) -> list[list[ParamCollective]]:
         """The parameters of each collective, in the order of its messages.

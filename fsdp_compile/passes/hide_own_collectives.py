@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import fx
 
@@ -20,7 +20,6 @@ from fsdp_compile.cost.communicate import is_own, own_communication, own_start_o
 from fsdp_compile.cost.compute import node_costs
 from fsdp_compile.cost.fusion import Fusion, plan_kernels
 from fsdp_compile.cost.hardware import Hardware
-from fsdp_compile.cost.hardware import hardware as named_hardware
 from fsdp_compile.ir.calls import starts_of
 from fsdp_compile.ir.edit import move
 from fsdp_compile.ir.graph import Phase, Stage, StepGraph
@@ -42,10 +41,10 @@ class HidePlan:
 class HideOwnCollectives:
     """The pass; see the module's docstring."""
 
-    hardware: Hardware = dataclasses.field(default_factory=named_hardware)
-    fusion: Fusion = Fusion.KERNELS
+    hardware: Hardware
+    fusion: Fusion
     name = "hide-own-collectives"
-    stage = Stage.BUCKETED
+    requires, ensures = Stage.BUCKETED, Stage.BUCKETED
 
     def plan(self, step: StepGraph) -> HidePlan:
         """Orders a backward graph anew; forward graphs have nothing that their collectives do not need."""
@@ -55,12 +54,9 @@ class HideOwnCollectives:
         costs = node_costs(step.graph, self.hardware, plan_kernels(step.graph, self.fusion))
         times_us = {node: costs[node].time_us for node in step.graph.nodes}
         most_us = MARGIN * max(own_communication(start, self.hardware).alone_us for start in starts)
-        found = _Order(_needed_by(starts), times_us, most_us)
         before = [node for node in step.graph.nodes if node.op not in ("placeholder", "output")]
-        for node in before:
-            found.add(node)
-        found.flush()
-        kept = sort_nodes([*step.graph.find_nodes(op="placeholder"), *found.nodes], _kept(step))
+        delayed = _delayed(before, _needed_by(starts), times_us, most_us)
+        kept = sort_nodes([*step.graph.find_nodes(op="placeholder"), *delayed], _kept(step))
         assert kept is not None  # the graph has such an order
         after = [node for node in kept if node.op != "placeholder"]
         return HidePlan(() if after == before else tuple(after))
@@ -70,50 +66,40 @@ class HideOwnCollectives:
         move(step.graph, [(plan.order, step.output)])
 
 
-class _Order:
-    """An order in the making.
+def _delayed(
+    nodes: Sequence[fx.Node], needed: frozenset[fx.Node], times_us: Mapping[fx.Node, float], most_us: float
+) -> list[fx.Node]:
+    """The nodes in an order in which up to `most_us` of what is not in `needed` is computed behind a collective."""
+    order: list[fx.Node] = []
+    delayed: deque[fx.Node] = deque()
+    delayed_us = 0.0
+    waiting: dict[fx.Node, None] = {}  # waits for collectives, and what reads them
 
-    Attributes:
-        nodes: Those that have their place.
-    """
+    def flush() -> None:
+        nonlocal delayed_us
+        order.extend([*delayed, *waiting])  # first what needs no collective that is under way
+        delayed.clear()
+        waiting.clear()
+        delayed_us = 0.0
 
-    def __init__(self, needed: frozenset[fx.Node], times_us: Mapping[fx.Node, float], most_us: float) -> None:
-        self.nodes: list[fx.Node] = []
-        self._needed = needed
-        self._times_us = times_us
-        self._most_us = most_us
-        self._delayed: deque[fx.Node] = deque()
-        self._delayed_us = 0.0
-        self._waiting: dict[fx.Node, None] = {}  # waits for collectives, and what reads them
-
-    def add(self, node: fx.Node) -> None:
-        """Takes the next node of the old order."""
+    for node in nodes:
         waits = own_start_of(node) is not None
-        reads = any(source in self._waiting for source in node.all_input_nodes)
-        if (has_effect(node) and not is_own(node)) or (reads and node in self._needed and not waits):
-            self.flush()
-            self.nodes.append(node)
+        reads = any(source in waiting for source in node.all_input_nodes)
+        if (has_effect(node) and not is_own(node)) or (reads and node in needed and not waits):
+            flush()
+            order.append(node)
         elif waits or reads:
-            self._waiting[node] = None
-        elif node in self._needed:
-            self.nodes.append(node)
+            waiting[node] = None
+        elif node in needed:
+            order.append(node)
         else:
-            self._delay(node)
-
-    def flush(self) -> None:
-        """Gives a place to everything: first to what needs no collective that is under way."""
-        self.nodes += [*self._delayed, *self._waiting]
-        self._delayed.clear()
-        self._waiting.clear()
-        self._delayed_us = 0.0
-
-    def _delay(self, node: fx.Node) -> None:
-        self._delayed.append(node)
-        self._delayed_us += self._times_us[node]
-        while self._delayed_us > self._most_us:
-            first = self._delayed.popleft()
-            self._delayed_us -= self._times_us[first]
-            self.nodes.append(first)
+            delayed.append(node)
+            delayed_us += times_us[node]
+            while delayed_us > most_us:
+                delayed_us -= times_us[delayed[0]]
+                order.append(delayed.popleft())
+    flush()
+    return order
 
 
 def _kept(step: StepGraph) -> Iterator[tuple[fx.Node, fx.Node]]:

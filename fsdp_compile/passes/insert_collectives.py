@@ -4,13 +4,13 @@
     %g = fsdp_compile.reduce_grad(%flat, %grad, spec)  ->  pad, reduce_scatter, wait, place in the flat gradient
     %g = fsdp_compile.reduce_rows(%flat, %grad, ...)   ->  average_rows, place in the flat gradient
 
-A parameter that is read twice is gathered once, and its gradients are summed before they are reduced once. Reads are
-moved down to their first use, so that a gather knows when it is needed. In a world of one rank nothing is gathered: a
-read is a view of the flat parameter.
-
-A parameter with a post-forward shard (`ops/post_forward.py`) is gathered from the flat parameters in forward, where the
-shard is copied out of the message, and from these shards in backward. A table that is looked up on the ranks that have
-its rows (`capture/shard_embeddings.py`) is not gathered.
+1. Reads are moved down to their first use, so that a gather knows when it is needed.
+2. A parameter that is read twice is gathered once. In a world of one rank nothing is gathered: a read is a view of the
+   flat parameter. A parameter with a post-forward shard (`ops/post_forward.py`) is gathered from the flat parameters in
+   forward, where the shard is copied out of the message, and from these shards in backward.
+3. A table that is looked up on the ranks that have its rows (`capture/shard_embeddings.py`) is not gathered.
+4. The gradients of a parameter are summed before they are reduced once, in autograd's order. They are joined in one
+   gradient per flat parameter.
 """
 
 from __future__ import annotations
@@ -34,19 +34,12 @@ from fsdp_compile.ir.queries import (
     read_text,
     unsharded_value,
 )
+from fsdp_compile.layout.averaging import scaling
 from fsdp_compile.layout.messages import cast, gradient_rows, narrow, view
 from fsdp_compile.layout.spec import GradPlacement, UnshardSpec, parse
 from fsdp_compile.ops.embedding import AVERAGE_ROWS, LOOK_UP, REDUCE_ROWS
 from fsdp_compile.ops.post_forward import SHARD_POST_FORWARD
-from fsdp_compile.passes.emit import (
-    copy_out,
-    full_node,
-    message_of,
-    reduce_one,
-    scale_before,
-    shard_post_forward,
-    view_of_unsharded,
-)
+from fsdp_compile.passes.emit import add_partial, copy_out, full_node, message_of, reduce_one, shard_post_forward
 
 aten = torch.ops.aten
 _ROLE_OF_PLACEMENT = {
@@ -94,7 +87,7 @@ class InsertCollectives:
     """The pass; see the module's docstring."""
 
     name = "insert-collectives"
-    stage = Stage.INSERTED
+    requires, ensures = None, Stage.INSERTED
 
     def plan(self, step: StepGraph) -> InsertPlan:
         """Groups the markers by parameter."""
@@ -133,7 +126,8 @@ def _insert_gather(step: StepGraph, read: Read, order: dict[fx.Node, int]) -> No
             message = message_of(b, marker, spec)
             full = full_node(b, message, spec, start=0, span=spec.extent)
         else:
-            full = message = view_of_unsharded(b, kept, spec)
+            with b.as_role(Role.FULL):  # it is still unsharded since an earlier call
+                full = message = b.call(aten.view.default, kept, list(spec.shape))
     for node in read.markers:
         for part in [user for user in node.users if user.target is SHARD_POST_FORWARD]:
             shard_post_forward(b, part, message, full)
@@ -207,8 +201,10 @@ def _insert_reduction(b: GraphBuilder, reduction: Reduction) -> fx.Node:
             every = view(b, held, [spec.size, b.value(held).shape[0] // spec.size])
             rows = b.call(aten.add.Tensor, narrow(b, every, 1, spec.offset, spec.offset + spec.extent), rows)
     rows = cast(b, rows, spec.reduce_dtype)
-    message = scale_before(b, view(b, rows, [spec.size * spec.extent]), spec)
-    return reduce_one(b, message, spec, partial)
+    message = view(b, rows, [spec.size * spec.extent])
+    if (factor := scaling(spec).before) is not None:
+        message = b.call(aten.div.Tensor, message, factor)
+    return reduce_one(b, message, spec, lambda shard: add_partial(b, partial, spec.offset, shard))
 
 
 def _insert_average(b: GraphBuilder, reduction: Reduction) -> fx.Node:

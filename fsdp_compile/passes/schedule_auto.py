@@ -22,7 +22,7 @@ from fsdp_compile.ir.edit import move
 from fsdp_compile.ir.graph import SENT, Role, Stage, StepGraph, require
 from fsdp_compile.ir.queries import upstream
 from fsdp_compile.passes.schedule_prefetch import CopyMove, Move, copies_to, lone_copies, with_what_is_sent
-from fsdp_compile.passes.schedule_reduce import Followers, chains_of, copies_apart, followers_of, lone_waits
+from fsdp_compile.passes.schedule_reduce import Await, Followers, chains_of, copies_apart, followers_of, lone_waits
 from fsdp_compile.planner.from_graph import Posed, count_everything, pose
 from fsdp_compile.planner.list_schedule import BudgetError, Placement, place
 from fsdp_compile.planner.problem import What, for_graphs, of_graphs
@@ -35,36 +35,14 @@ Estimates of time err: the ratio of compute to communication that a job meets is
 
 
 @dataclasses.dataclass(frozen=True)
-class Hoist(Move):
-    """Start `gather` right before `anchor`."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Await:
-    """Move what follows from `start` (its waits and everything downstream), in graph order, before `anchor`."""
-
-    start: fx.Node
-    followers: tuple[fx.Node, ...]
-    anchor: fx.Node
-
-
-@dataclasses.dataclass(frozen=True)
 class SchedulePlan:
-    """Moves, and their expected effect.
+    """Moves, and their expected effect."""
 
-    Attributes:
-        hoists: Gathers, and copies from the host, in the order in which they start.
-        awaits: Stages of reductions in the order in which they are waited for.
-        budget_bytes: Most bytes that may be live at any node; `peak_bytes` are.
-        bound_us: A time that no order of the collectives can beat, by the same estimate as `end_us`.
-    """
-
-    hoists: tuple[Hoist | CopyMove, ...]
-    awaits: tuple[Await, ...]
-    budget_bytes: int
+    hoists: tuple[Move | CopyMove, ...]  # gathers, and copies from the host, in the order in which they start
+    awaits: tuple[Await, ...]  # stages of reductions in the order in which they are waited for
+    budget_bytes: int  # most bytes that may be live at any node; `peak_bytes` are
     peak_bytes: int
     end_us: float
-    bound_us: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +61,7 @@ class ScheduleAuto:
     budget_bytes: int | None = None
     fusion: Fusion = Fusion.KERNELS
     name = "schedule-auto"
-    stage = Stage.BUCKETED
+    requires, ensures = Stage.BUCKETED, Stage.BUCKETED
 
     def plan(self, step: StepGraph) -> SchedulePlan:
         """Makes a problem of the graph, plans it, and says where each node goes.
@@ -109,7 +87,6 @@ class ScheduleAuto:
             budget,
             placement.peak_bytes,
             placement.end_us,
-            placement.bound_us,
         )
 
     def apply(self, step: StepGraph, plan: SchedulePlan) -> None:
@@ -142,21 +119,21 @@ def _anchor(step: StepGraph, posed: Posed, position: int) -> fx.Node:
     return posed.steps[position] if position < len(posed.steps) else step.output
 
 
-def _hoists(step: StepGraph, posed: Posed, placement: Placement) -> tuple[Hoist | CopyMove, ...]:
+def _hoists(step: StepGraph, posed: Posed, placement: Placement) -> tuple[Move | CopyMove, ...]:
     first_reduce = _first_starts(posed)
     behind = _behind_reductions(posed, placement)
 
     def anchor(at: int) -> fx.Node:
         return first_reduce[at] if at in first_reduce and at not in behind else _anchor(step, posed, at)
 
-    found: list[Hoist | CopyMove] = []
+    found: list[Move | CopyMove] = []
     for start in placement.issued:
         gather, at = posed.gathers[start.gather], anchor(start.position)
         match start.what:
             case What.COPY:
                 found += [CopyMove(copy, at) for copy in copies_to(gather)]
             case What.GATHER:
-                found.append(Hoist(gather, at))
+                found.append(Move(gather, at))
     return (*found, *lone_copies(step))
 
 
@@ -189,8 +166,7 @@ def _awaits(step: StepGraph, posed: Posed, placement: Placement, followers: Foll
         behind, last = copies_apart(followers[start])
         found.append(Await(start, behind, anchor))
         copying += [Await(start, last, step.output)] if last else []
-    lone = [Await(one.reduce, one.followers, one.anchor) for one in lone_waits(step, followers)]
-    return (*found, *copying, *lone)
+    return (*found, *copying, *lone_waits(step, followers))
 
 
 def _first_starts(posed: Posed) -> dict[int, fx.Node]:

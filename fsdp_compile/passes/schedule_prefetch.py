@@ -65,39 +65,97 @@ class PrefetchPlan:
     moves: tuple[Move | CopyMove, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class SchedulePrefetch:
-    """The pass; a gather starts `distance` buckets ahead, with 0 where it is needed."""
-
-    distance: int = 1
-    name = "schedule-prefetch"
-    stage = Stage.BUCKETED
-
-    def plan(self, step: StepGraph) -> PrefetchPlan:
-        """Finds the anchor of each gather."""
-        if self.distance == 0:
-            return PrefetchPlan(())
-        gathers = list(step.nodes(Role.GATHER))
-        order = step.order()
-        top = top_of(step)
-        anchors = [
-            top if k < self.distance else first_wait(gathers[k - self.distance], order) for k in range(len(gathers))
-        ]
-        moves: list[Move | CopyMove] = []
-        for k, (gather, anchor) in enumerate(zip(gathers, anchors, strict=True)):
-            ahead = gathers[k + 1 : k + 2] if k else gathers[:2]
-            moves += [CopyMove(copy, anchor) for each in ahead for copy in copies_to(each)]
-            moves.append(Move(gather, anchor))
-        return PrefetchPlan((*moves, *lone_copies(step)))
+class _Prefetch:
+    """Does what either pass has planned."""
 
     def apply(self, step: StepGraph, plan: PrefetchPlan) -> None:
         """Moves the copies, each with its slice, and the gathers, each with the casts that it sends."""
         move(step.graph, with_what_is_sent(plan.moves))
 
 
-def top_of(step: StepGraph) -> fx.Node:
+@dataclasses.dataclass(frozen=True)
+class SchedulePrefetch(_Prefetch):
+    """The pass; a gather starts `distance` buckets ahead, with 0 where it is needed."""
+
+    distance: int
+    name = "schedule-prefetch"
+    requires, ensures = Stage.BUCKETED, Stage.BUCKETED
+
+    def plan(self, step: StepGraph) -> PrefetchPlan:
+        """Finds the anchor of each gather."""
+        if self.distance == 0:
+            return PrefetchPlan(())
+        order, top = step.order(), _top_of(step)
+        gathers = list(step.nodes(Role.GATHER))
+        first_waits = [_first_wait(gather, order) for gather in gathers]
+        return _planned(step, [*[top] * self.distance, *first_waits][: len(gathers)])
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduleFSDP1(_Prefetch):
+    """The pass; see the module's docstring."""
+
+    forward: Ahead
+    backward: Ahead
+    name = "schedule-fsdp1"
+    requires, ensures = Stage.BUCKETED, Stage.BUCKETED
+
+    def plan(self, step: StepGraph) -> PrefetchPlan:
+        """Finds the anchor of each gather that moves."""
+        rule = self.forward if step.phase is Phase.FORWARD else self.backward
+        if rule is Ahead.AT_NEED:
+            return PrefetchPlan(())
+        return _planned(step, _anchors(step, rule))
+
+
+def _planned(step: StepGraph, anchors: Sequence[fx.Node | None]) -> PrefetchPlan:
+    """Each gather starts at its anchor, if it has one, and what the next one sends is copied there."""
+    gathers, order = list(step.nodes(Role.GATHER)), step.order()
+    moves: list[Move | CopyMove] = []
+    for k, (gather, anchor) in enumerate(zip(gathers, anchors, strict=True)):
+        here = anchor or _first_sent(gather, order)
+        ahead = gathers[k + 1 : k + 2] if k or anchor is None else gathers[:2]
+        moves += [CopyMove(copy, here) for each in ahead for copy in copies_to(each)]
+        moves += [] if anchor is None else [Move(gather, anchor)]
+    return PrefetchPlan((*moves, *lone_copies(step)))
+
+
+def _anchors(step: StepGraph, rule: Ahead) -> list[fx.Node | None]:
+    """The node before which each gather starts; `None` for one that stays."""
+    gathers, order = list(step.nodes(Role.GATHER)), step.order()
+    if rule is Ahead.AT_ONCE:
+        return [_top_of(step)] * len(gathers)
+    before = gathers[:-1]
+    if rule is Ahead.BEFORE_COMPUTE:
+        return [None, *(_first_wait(gather, order) for gather in before)][: len(gathers)]
+    reductions = [chain[0] for chain in chains_of(followers_of(step))]
+    shared = [aliases(waits_of(gather)) for gather in before]
+    last_uses = [last_of([*nodes, *(user for node in nodes for user in node.users)], order) for nodes in shared]
+    # A bucket that leaves the graph is never freed.
+    freed = [last if last is step.output else last.next for last in last_uses]
+    anchors: list[fx.Node | None] = [None]
+    for k, gather in enumerate(before):
+        mine = set(require(gather).claims)
+        reduced = [first_message_node(node) for node in reductions if not mine.isdisjoint(require(node).claims)]
+        computed = last_of([freed[k], *reduced], order)
+        need = order[_first_sent(gathers[k + 1], order)]
+        # Buckets before that one may be freed later than it: a root's norms, which a whole block reads.
+        later = [node for node in (computed, *freed[:k]) if order[node] < need]
+        anchors.append(last_of(later, order) if computed in later else None)
+    return anchors[: len(gathers)]
+
+
+def _top_of(step: StepGraph) -> fx.Node:
     """The first node of a graph that sends nothing."""
     return next(n for n in step.graph.nodes if n.op != "placeholder" and role_of(n) not in (*SENT, Role.GATHER))
+
+
+def _first_sent(gather: fx.Node, order: dict[fx.Node, int]) -> fx.Node:
+    return first_of([*upstream(gather, *SENT), gather], order)
+
+
+def _first_wait(gather: fx.Node, order: dict[fx.Node, int]) -> fx.Node:
+    return first_of(waits_of(gather), order)
 
 
 def with_what_is_sent(moves: Iterable[Move | CopyMove]) -> Iterator[tuple[list[fx.Node], fx.Node]]:
@@ -122,64 +180,3 @@ def lone_copies(step: StepGraph) -> list[CopyMove]:
     # The first two units are copied before the first wait: no unit runs ahead of the first one.
     anchors = [*waits[:1], *waits]
     return [CopyMove(copy, a) for copies, a in zip(units.values(), anchors, strict=False) for copy in copies]
-
-
-def first_wait(gather: fx.Node, order: dict[fx.Node, int]) -> fx.Node:
-    """The first wait for any message of a gather."""
-    return first_of(waits_of(gather), order)
-
-
-@dataclasses.dataclass(frozen=True)
-class ScheduleFSDP1:
-    """The pass; see the module's docstring."""
-
-    forward: Ahead = Ahead.AT_NEED
-    backward: Ahead = Ahead.BEFORE_COMPUTE
-    name = "schedule-fsdp1"
-    stage = Stage.BUCKETED
-
-    def plan(self, step: StepGraph) -> PrefetchPlan:
-        """Finds the anchor of each gather that moves."""
-        rule = self.forward if step.phase is Phase.FORWARD else self.backward
-        if rule is Ahead.AT_NEED:
-            return PrefetchPlan(())
-        order = step.order()
-        gathers = list(step.nodes(Role.GATHER))
-        anchors = _anchors(step, rule, gathers, order)
-        moves: list[Move | CopyMove] = []
-        for k, (gather, anchor) in enumerate(zip(gathers, anchors, strict=True)):
-            here = anchor or first_of([*upstream(gather, *SENT), gather], order)
-            ahead = gathers[k + 1 : k + 2] if k or anchor is None else gathers[:2]
-            moves += [CopyMove(copy, here) for each in ahead for copy in copies_to(each)]
-            moves += [Move(gather, anchor)] if anchor is not None else []
-        return PrefetchPlan((*moves, *lone_copies(step)))
-
-    def apply(self, step: StepGraph, plan: PrefetchPlan) -> None:
-        """Moves the copies, each with its slice, and the gathers, each with the casts that it sends."""
-        move(step.graph, with_what_is_sent(plan.moves))
-
-
-def _anchors(
-    step: StepGraph, rule: Ahead, gathers: Sequence[fx.Node], order: dict[fx.Node, int]
-) -> list[fx.Node | None]:
-    """The node before which each gather starts; `None` for one that stays."""
-    if rule is Ahead.AT_ONCE:
-        return [top_of(step)] * len(gathers)
-    before = gathers[:-1]
-    if rule is Ahead.BEFORE_COMPUTE:
-        return [None, *(first_wait(gather, order) for gather in before)][: len(gathers)]
-    reductions = [chain[0] for chain in chains_of(followers_of(step))]
-    needs = [first_of([*upstream(gather, *SENT), gather], order) for gather in gathers]
-    shared = [aliases(waits_of(gather)) for gather in before]
-    last_uses = [last_of([*nodes, *(user for node in nodes for user in node.users)], order) for nodes in shared]
-    # A bucket that leaves the graph is never freed.
-    freed = [last if last is step.output else last.next for last in last_uses]
-    anchors: list[fx.Node | None] = [None]
-    for k, gather in enumerate(before):
-        mine = set(require(gather).claims)
-        reduced = [first_message_node(node) for node in reductions if not mine.isdisjoint(require(node).claims)]
-        computed = last_of([freed[k], *reduced], order)
-        # Buckets before that one may be freed later than it: a root's norms, which a whole block reads.
-        later = [node for node in (computed, *freed[:k]) if order[node] < order[needs[k + 1]]]
-        anchors.append(last_of(later, order) if computed in later else None)
-    return anchors[: len(gathers)]

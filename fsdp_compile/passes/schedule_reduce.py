@@ -33,53 +33,53 @@ Followers = dict[fx.Node, list[fx.Node]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Deferral:
-    """Move what follows from `reduce` (its waits and everything downstream), in graph order, before `anchor`.
+class Await:
+    """Move what follows from `start` (its waits and everything downstream), in graph order, before `anchor`.
 
-    Without a collective, `reduce` is the start of a copy to the host.
+    It starts a collective, or where there is none a copy to the host.
     """
 
-    reduce: fx.Node
+    start: fx.Node
     followers: tuple[fx.Node, ...]
     anchor: fx.Node
 
 
 @dataclasses.dataclass(frozen=True)
 class ReducePlan:
-    """Deferrals stage by stage, each in graph order: a later stage's collectives move with the earlier one's waits."""
+    """Stage by stage, each in graph order: a later stage's collectives move with the earlier one's waits."""
 
-    deferrals: tuple[Deferral, ...]
+    awaits: tuple[Await, ...]
 
 
 class ScheduleReduce:
     """The pass; see the module's docstring."""
 
     name = "schedule-reduce"
-    stage = Stage.BUCKETED
+    requires, ensures = Stage.BUCKETED, Stage.BUCKETED
 
     def plan(self, step: StepGraph) -> ReducePlan:
         """Finds the next collective of the same stage after each."""
         followers = followers_of(step)
         later = {node for following in followers.values() for node in following}
         stages = [n for n in followers if n not in later], [n for n in followers if n in later]
-        deferrals = itertools.chain(*(_deferrals(stage, followers, step.output) for stage in stages))
-        return ReducePlan((*deferrals, *lone_waits(step, followers)))
+        awaits = itertools.chain(*(_awaits(stage, followers, step.output) for stage in stages))
+        return ReducePlan((*awaits, *lone_waits(step, followers)))
 
     def apply(self, step: StepGraph, plan: ReducePlan) -> None:
         """Moves the followers; one that something else is needed for, which comes later, stays behind that."""
-        move(step.graph, ((one.followers, one.anchor) for one in plan.deferrals))
+        move(step.graph, ((one.followers, one.anchor) for one in plan.awaits))
 
 
-def _deferrals(starts: Sequence[fx.Node], followers: Followers, end: fx.Node) -> list[Deferral]:
+def _awaits(starts: Sequence[fx.Node], followers: Followers, end: fx.Node) -> list[Await]:
     anchors = [*map(first_message_node, starts[1:]), end]
-    deferrals: list[Deferral] = []
+    awaits: list[Await] = []
     before: tuple[fx.Node, ...] = ()
     for index, (start, anchor) in enumerate(zip(starts, anchors, strict=False)):
         if before:
-            deferrals.append(Deferral(starts[index - 1], before, anchor))
+            awaits.append(Await(starts[index - 1], before, anchor))
         behind, before = copies_apart(followers[start])
-        deferrals.append(Deferral(start, behind, anchor))
-    return [*deferrals, Deferral(starts[-1], before, end)] if before else deferrals
+        awaits.append(Await(start, behind, anchor))
+    return [*awaits, Await(starts[-1], before, end)] if before else awaits
 
 
 def copies_apart(followers: Sequence[fx.Node]) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]]:
@@ -89,13 +89,13 @@ def copies_apart(followers: Sequence[fx.Node]) -> tuple[tuple[fx.Node, ...], tup
     return tuple(n for n in followers if n not in last), tuple(n for n in followers if n in last)
 
 
-def lone_waits(step: StepGraph, followers: dict[fx.Node, list[fx.Node]]) -> list[Deferral]:
+def lone_waits(step: StepGraph, followers: dict[fx.Node, list[fx.Node]]) -> list[Await]:
     """Moves of the waits for copies to the host that follow from no collective, to before the next such copy starts."""
     moved = {node for following in followers.values() for node in following}
     lone = [copy for copy in step.nodes(Role.OFFLOAD_OUT) if copy not in moved]
     waits = [next(user for user in copy.users if role_of(user) is Role.OFFLOAD_OUT_WAIT) for copy in lone]
     anchors = [*lone[1:], step.output]
-    return [Deferral(c, (wait, *wait.users), a) for c, wait, a in zip(lone, waits, anchors, strict=False)]
+    return [Await(c, (wait, *wait.users), a) for c, wait, a in zip(lone, waits, anchors, strict=False)]
 
 
 def followers_of(step: StepGraph) -> Followers:

@@ -40,7 +40,7 @@ class ScheduleReshard:
     """The pass; see the module's docstring."""
 
     name = "schedule-reshard"
-    stage = Stage.FINAL
+    requires, ensures = Stage.BUCKETED, Stage.FINAL
 
     def plan(self, step: StepGraph) -> ReshardPlan:
         """Finds the last use of each bucket."""

@@ -39,32 +39,24 @@ def for_graph(step: StepGraph, options: FSDPOptions) -> FSDPOptions:
     """Options with "auto" decided for one graph: the same on every rank."""
     if options.prefetch == "auto" and options.hardware is None:
         options = dataclasses.replace(options, hardware=hardware_of(step))
-    return dataclasses.replace(options, bucket_mb=_bucket_mb(step, options))
-
-
-def _bucket_mb(step: StepGraph, options: FSDPOptions) -> float:
     if options.bucket_mb != "auto":
-        return options.bucket_mb
+        return options
     specs = [spec for flat in step.nodes(Role.FLAT) for spec in require(flat).specs]
     counts_units = options.prefetch != "auto" or any(s.forward_prefetch or s.backward_prefetch for s in specs)
     # Buckets that share a collective are in memory longer, which a budget may not have room for.
     if counts_units or options.memory_budget_gb is not None or not specs:
-        return 0.0
+        return dataclasses.replace(options, bucket_mb=0.0)
     largest = max((each for spec in specs for each in (spec.shard_ranks, spec.replicate_ranks)), key=lambda r: r.size)
-    return worth_joining_bytes(options.planned_for or hardware_of(step), largest) / 1e6
+    worth_bytes = worth_joining_bytes(options.planned_for or hardware_of(step), largest)
+    return dataclasses.replace(options, bucket_mb=worth_bytes / 1e6)
 
 
 def limits_of(phase: Phase, options: FSDPOptions) -> Limits:
     """The limits of a graph, except for the budget that a planned schedule finds by itself."""
-    return dataclasses.replace(
-        _promised(phase, options), reduce_layout=ReduceLayout(options.reduce_layout), joined_bytes=join_bytes(options)
-    )
-
-
-def _promised(phase: Phase, options: FSDPOptions) -> Limits:
+    promised = Limits()
     if isinstance(options.prefetch, int):
-        return Limits(prefetch=options.prefetch)
-    if not isinstance(options.prefetch, FSDPPrefetch):
-        return Limits()
-    rule = options.prefetch.in_forward if phase is Phase.FORWARD else options.prefetch.in_backward
-    return PROMISES[rule]
+        promised = Limits(prefetch=options.prefetch)
+    elif isinstance(options.prefetch, FSDPPrefetch):
+        promised = PROMISES[options.prefetch.in_forward if phase is Phase.FORWARD else options.prefetch.in_backward]
+    layout = ReduceLayout(options.reduce_layout)
+    return dataclasses.replace(promised, reduce_layout=layout, joined_bytes=join_bytes(options))

@@ -23,19 +23,13 @@ from fsdp_compile.ops import effects
 
 @dataclasses.dataclass(frozen=True)
 class FlatUpdate:
-    """Update `flat` with `gradient`, which `pieces` compute, right after `anchor`.
-
-    Attributes:
-        pieces: Nodes that join the gradient, in graph order; they move along.
-        anchor: The last node that has to come before.
-        offsets: Slots that have gradients.
-    """
+    """Update `flat` with `gradient`, which `pieces` compute, right after `anchor`."""
 
     flat: fx.Node
     gradient: fx.Node
-    pieces: tuple[fx.Node, ...]
-    anchor: fx.Node
-    offsets: tuple[int, ...]
+    pieces: tuple[fx.Node, ...]  # nodes that join the gradient, in graph order; they move along
+    anchor: fx.Node  # the last node that has to come before
+    offsets: tuple[int, ...]  # slots that have gradients
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +43,7 @@ class UpdateInBackward:
     """The pass; see the module's docstring."""
 
     name = "update-in-backward"
-    stage = Stage.BUCKETED
+    requires, ensures = Stage.BUCKETED, Stage.BUCKETED
 
     def plan(self, step: StepGraph) -> UpdatePlan:
         """Finds the flat gradients that are complete in the graph, and the earliest place for each."""
@@ -61,7 +55,10 @@ class UpdateInBackward:
             record, flat = require(gradient), flats.of(gradient)
             if flat is None or record.specs[0].update is not Update.IN_BACKWARD or record.specs[0].compute:
                 continue
-            pieces = _own_pieces(gradient)
+            pieces = [gradient]
+            for node in reversed(upstream(gradient, Role.SHARD_GRADIENT)):
+                if all(user in pieces for user in node.users):  # joined units share the division of their message
+                    pieces.insert(0, node)
             before = {*readers([flat]), *(source for node in pieces for source in node.all_input_nodes)} - set(pieces)
             claims = zip(record.claims, record.specs, strict=True)
             offsets = tuple(sorted(spec.offset for claim, spec in claims if claim in made))
@@ -77,16 +74,6 @@ class UpdateInBackward:
             with step.graph.inserting_after(one.gradient):
                 b = GraphBuilder(step.graph, record, one.gradient)
                 b.call(effects.UPDATE, one.flat, one.gradient, list(one.offsets))
-
-
-def _own_pieces(gradient: fx.Node) -> list[fx.Node]:
-    """The nodes that join a gradient and are used for nothing else."""
-    own = [gradient]
-    for node in reversed(upstream(gradient, Role.SHARD_GRADIENT)):
-        # Joined units share the division of their message.
-        if all(user in own for user in node.users):
-            own.append(node)
-    return own[::-1]
 
 
 def claim_gradients(forward: StepGraph, backward: StepGraph) -> None:

@@ -8,10 +8,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
-from fsdp_compile.errors import InvariantError
 from fsdp_compile.ir.graph import Stage, StepGraph
 from fsdp_compile.verify.facts import Facts, Limits
-from fsdp_compile.verify.report import Complaint, Finding, hint, summary, where
+from fsdp_compile.verify.report import Complaint, Finding, refusal
 from fsdp_compile.verify.rules import buffers, gathers, memory, records, reductions, schedule
 
 
@@ -48,11 +47,7 @@ RULES: tuple[Rule, ...] = (
         "shards on the host reach the device in one copy before the gather, and gradients come back in one",
         buffers.host_copies,
     ),
-    Rule(
-        "markers-gone",
-        "no fsdp_compile.unshard or fsdp_compile.reduce_grad is left",
-        records.markers_gone,
-    ),
+    Rule("markers-gone", "no fsdp_compile.unshard or fsdp_compile.reduce_grad is left", records.markers_gone),
     Rule(
         "no-use-after-reshard",
         "every all-gather that stays in the graph is resharded once, and its memory is not used afterwards",
@@ -71,9 +66,7 @@ RULES: tuple[Rule, ...] = (
         _AT_THE_END,
     ),
     Rule(
-        "plan-order",
-        "collectives of one group are issued in an order that only the graph decides",
-        schedule.plan_order,
+        "plan-order", "collectives of one group are issued in an order that only the graph decides", schedule.plan_order
     ),
     Rule(
         "explicit-prefetch",
@@ -87,21 +80,13 @@ RULES: tuple[Rule, ...] = (
         reductions.updated_last,
         _AT_THE_END,
     ),
-    Rule(
-        "nothing-rank-specific",
-        "no argument of our nodes depends on the rank",
-        records.nothing_rank_specific,
-    ),
+    Rule("nothing-rank-specific", "no argument of our nodes depends on the rank", records.nothing_rank_specific),
     Rule(
         "buffers-aligned",
         "slots of a flat parameter are disjoint, and slots and message slices are aligned",
         buffers.buffers_aligned,
     ),
-    Rule(
-        "typed",
-        "every node of ours carries a record that fits its operator and its graph",
-        records.typed,
-    ),
+    Rule("typed", "every node of ours carries a record that fits its operator and its graph", records.typed),
 )
 
 
@@ -127,7 +112,7 @@ def check(
     """
     found = complaints(step, stage=stage, limits=limits, rules=rules)
     if found:
-        raise InvariantError(summary(step, found, after), where=where(step, found), instead=hint(found))
+        raise refusal(step, found, after)
 
 
 def complaints(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from operator import getitem
 from typing import Any
@@ -22,25 +22,13 @@ from fsdp_compile.ops.comm_hook import HOOK_REDUCE, HOOK_REDUCE_COALESCED, HOOK_
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What the caller of `check` promised; `None` leaves a number unchecked.
+    """What the caller of `check` promised; `None` leaves a number unchecked."""
 
-    Attributes:
-        prefetch: Buckets that may be in flight ahead of the one that is needed next.
-        alone: Whether a bucket that is gathered ahead may be live only with those that are still in use when it is
-            needed: all others are freed first.
-        unsharded_bytes: Bytes of gathered parameters that may be live at any node.
-        joined_bytes: Bytes of full parameters, or of full gradients, in a collective that several units share.
-        num_fwd_outputs: How many outputs of the forward graph go to the caller (results, mutated inputs); the others
-            are saved for backward. If `None`, the descriptions that AOTAutograd writes on the output node tell.
-        reduce_layout: Only "aligned" promises that messages of reductions are aligned.
-    """
-
-    prefetch: int | None = None
-    alone: bool = False
-    unsharded_bytes: int | None = None
-    joined_bytes: int | None = None
-    num_fwd_outputs: int | None = None
-    reduce_layout: ReduceLayout = ReduceLayout.ALIGNED
+    prefetch: int | None = None  # buckets that may be in flight ahead of the one that is needed next
+    alone: bool = False  # a bucket is gathered once all are freed that are freed before it is needed
+    unsharded_bytes: int | None = None  # of gathered parameters that may be live at any node
+    joined_bytes: int | None = None  # of full parameters, or full gradients, in a collective that several units share
+    reduce_layout: ReduceLayout = ReduceLayout.ALIGNED  # which alone promises that messages of reductions are aligned
 
 
 WAIT = collectives.wait_tensor.default
@@ -142,7 +130,7 @@ def collectives_of(nodes: Iterable[fx.Node]) -> list[Collective]:
     return found
 
 
-_NOTHING: frozenset[fx.Node] = frozenset()
+NOTHING: frozenset[fx.Node] = frozenset()
 
 
 class Facts:
@@ -204,11 +192,11 @@ class Facts:
         by_need = sorted(waited, key=lambda gather: max(self.order[wait] for wait in gather.all_waits))
         found: dict[fx.Node, Collective] = {}
         for place, by in enumerate(by_need):
-            units = record_units(by.start)
+            units = set(require(by.start).units)
             # Several models of one graph may have units of the same name: theirs are numbered.
             names = {name + unit[len(unit.partition("#")[0]) :] for unit in units for name in lists.get(unit, ())}
             for gather in by_need[place + 1 :]:
-                if names - units and (names - units) & record_units(gather.start):
+                if names - units and (names - units).intersection(require(gather.start).units):
                     found.setdefault(gather.start, by)
         return found
 
@@ -223,27 +211,23 @@ class Facts:
         """Values that the forward graph saves for backward."""
         if self.step.phase is Phase.BACKWARD:
             return []
-        count = self.limits.num_fwd_outputs
-        if count is not None:
-            kept = self.outputs[count:]
-        else:
-            notes = self.step.output.meta.get("desc") or ()
-            kept = [out for out, note in zip(self.outputs, notes, strict=False) if is_saved_for_backward(note)]
-        return [node for node in kept if isinstance(node, fx.Node)]
+        described = zip(self.outputs, self.step.output.meta.get("desc") or (), strict=False)
+        return [node for node, note in described if isinstance(node, fx.Node) and is_saved_for_backward(note)]
 
     @cached_property
     def memory(self) -> dict[fx.Node, frozenset[fx.Node]]:
         """For each node whose result is in gathered memory, the gathers that allocated it."""
-        owners: dict[fx.Node, frozenset[fx.Node]] = {}
-        for gather in self.of_kind(Kind.GATHER):
-            for wait in gather.all_waits:
-                owners[wait] = frozenset([gather.start])
-        if owners:
-            for node in self.nodes:
-                found = _NOTHING.union(*(owners.get(n, _NOTHING) for n in memory_sources(node)))
-                if found:
-                    owners[node] = found
-        return owners
+        gathers = self.of_kind(Kind.GATHER)
+        return self.sharing({wait: frozenset([gather.start]) for gather in gathers for wait in gather.all_waits})
+
+    def sharing(self, owners: Mapping[fx.Node, frozenset[fx.Node]]) -> dict[fx.Node, frozenset[fx.Node]]:
+        """For each node whose result shares the memory of nodes with owners, these owners."""
+        found = dict(owners)
+        for node in self.nodes if found else ():
+            shared = NOTHING.union(*(found.get(source, NOTHING) for source in memory_sources(node)))
+            if shared:
+                found[node] = found.get(node, NOTHING) | shared
+        return found
 
     @cached_property
     def reshards(self) -> dict[fx.Node, list[fx.Node]]:
@@ -298,11 +282,6 @@ def size_bytes(node: fx.Node) -> int:
     """Bytes of a node's result, without overlaps."""
     value = node.meta.get("val")
     return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
-
-
-def record_units(node: fx.Node) -> set[str]:
-    """The units that a node of ours serves."""
-    return set(require(node).units)
 
 
 def is_models(node: fx.Node) -> bool:

@@ -9,24 +9,19 @@ from typing import Any
 import torch
 from torch import fx
 
+from fsdp_compile.errors import InvariantError
 from fsdp_compile.ir.graph import StepGraph, record_of
 from fsdp_compile.ir.source_line import source_line
 
 
 @dataclasses.dataclass(frozen=True)
 class Complaint:
-    """One place where a graph breaks one rule.
-
-    Attributes:
-        node: Where; the graph's output node if it is about the graph as a whole.
-        what: What is wrong there, in one sentence.
-        hint: What to check, or what the right graph would have.
-    """
+    """One place where a graph breaks one rule."""
 
     rule: str
-    node: fx.Node
-    what: str
-    hint: str
+    node: fx.Node  # where; the graph's output node if it is about the graph as a whole
+    what: str  # what is wrong there, in one sentence
+    hint: str  # what to check, or what the right graph would have
 
 
 Finding = tuple[fx.Node, str, str]
@@ -38,32 +33,24 @@ NEIGHBOURS = 3
 _LONGEST_LINE = 160
 
 
-def summary(step: StepGraph, complaints: Sequence[Complaint], after: str) -> str:
-    """One line per complaint that is shown, under a line that names the last pass."""
-    lines = [f"the {step.phase.value} graph is wrong after {after}"]
-    lines += [f"  {c.rule}: %{c.node} {c.what}" for c in complaints[:SHOWN]]
-    if len(complaints) > SHOWN:
-        rest = sorted({c.rule for c in complaints[SHOWN:]})
-        lines.append(f"  and {len(complaints) - SHOWN} more ({', '.join(rest)})")
-    return "\n".join(lines)
+def refusal(step: StepGraph, complaints: Sequence[Complaint], after: str) -> InvariantError:
+    """The error for a graph: rule, node, neighbourhood, the user's line and hint of the first complaints.
 
-
-def where(step: StepGraph, complaints: Sequence[Complaint]) -> str:
-    """The neighbourhood of each node that breaks a rule, and the user's line that it serves."""
+    `after` is the name of the pass that ran last.
+    """
+    shown, rest = complaints[:SHOWN], complaints[SHOWN:]
+    what = [f"the {step.phase.value} graph is wrong after {after}"]
+    what += [f"  {c.rule}: %{c.node} {c.what}" for c in shown]
+    what += [f"  and {len(rest)} more ({', '.join(sorted({c.rule for c in rest}))})"] if rest else []
     nodes = list(step.graph.nodes)
-    order = {node: position for position, node in enumerate(nodes)}
-    lines = []
-    for node in dict.fromkeys(c.node for c in complaints[:SHOWN]):
-        lines.append(f"%{node}, for {source_line(node)}")
-        place = order[node]
+    where = []
+    for node in dict.fromkeys(c.node for c in shown):
+        where.append(f"%{node}, for {source_line(node)}")
+        place = nodes.index(node)
         near = nodes[max(place - NEIGHBOURS, 0) : place + NEIGHBOURS + 1]
-        lines += [f"    {'>' if other is node else ' '} {describe(other)}" for other in near]
-    return "\n".join(lines)
-
-
-def hint(complaints: Sequence[Complaint]) -> str:
-    """What the right graph would have, for each complaint that is shown."""
-    return "; ".join(dict.fromkeys(f"{c.rule}: {c.hint}" for c in complaints[:SHOWN]))
+        where += [f"    {'>' if other is node else ' '} {describe(other)}" for other in near]
+    hints = dict.fromkeys(f"{c.rule}: {c.hint}" for c in shown)
+    return InvariantError("\n".join(what), where="\n".join(where), instead="; ".join(hints))
 
 
 def describe(node: fx.Node) -> str:

@@ -203,41 +203,28 @@ class Hop:
 
 @dataclasses.dataclass(frozen=True)
 class Addend:
-    """Accumulated gradients, where they are added to new ones.
+    """Accumulated gradients, where they are added to new ones."""
 
-    Attributes:
-        at: The node that adds.
-        node: What is added.
-        index: Position of the element that is.
-        hops: Collectives between this sum and the element that was asked for.
-    """
-
-    at: fx.Node
-    node: fx.Node
-    index: int
-    hops: int
+    at: fx.Node  # the node that adds
+    node: fx.Node  # what is added
+    index: int  # position of the element that is
+    hops: int  # collectives between this sum and the element that was asked for
 
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
     """Where an element comes from.
 
-    Attributes:
-        node: An input, a node of the model's, a full parameter, or a node of ours that computes a new value; `None` for
-            a constant zero.
-        index: Position among the node's elements, row by row.
-        last: The node of ours that is nearest to the origin.
-        hops: Collectives on the way, the one nearest to the element first.
-        addends: What was added on the way, nearest to the element first.
-        divisor: What it was divided by on the way.
+    `node` is an input, a node of the model's, a full parameter, or a node of ours that computes a new value; `None` for
+    a constant zero.
     """
 
     node: fx.Node | None
-    index: int
-    last: fx.Node
-    hops: tuple[Hop, ...]
-    addends: tuple[Addend, ...] = ()
-    divisor: float = 1.0
+    index: int  # among the node's elements, row by row
+    last: fx.Node  # the node of ours that is nearest to the origin
+    hops: tuple[Hop, ...]  # collectives on the way, the one nearest to the element first
+    addends: tuple[Addend, ...] = ()  # what was added on the way, nearest to the element first
+    divisor: float = 1.0  # what it was divided by on the way
 
 
 def origin(node: fx.Node, index: int, rank: int) -> Origin:

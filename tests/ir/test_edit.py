@@ -1,4 +1,7 @@
-"""Whatever is moved wherever, a node comes behind what it needs: its inputs, and what writes and effects say."""
+"""Whatever is moved wherever, a node comes behind what it needs: its inputs, and what writes and effects say.
+
+A collective of the program's own reads its input until its wait: nothing writes there before.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,11 @@ from torch import fx
 
 from fsdp_compile.ir.edit import move, sink, with_needs
 from fsdp_compile.ir.graph import KEY, Phase, Record, Role
-from fsdp_compile.ops.effects import UPDATE
+from fsdp_compile.ir.queries import readers
+from fsdp_compile.ops.effects import RESHARD, UPDATE
 from fsdp_compile.ops.host_copy import START_COPY, WAIT_COPY
+from fsdp_compile.ops.poison import POISON
+from fsdp_compile.passes.poison import poison_freed_messages
 from tests.cost.graphs import Sketch
 
 aten = torch.ops.aten
@@ -73,6 +79,24 @@ def test_nothing_moves_past_a_write_to_memory_that_it_reads(*, sent: bool) -> No
     assert names(step.graph) == before
     move(step.graph, [([write], view)])
     assert names(step.graph) == (before.replace("read write", "write read") if sent else before)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_freed_messages_become_nan_behind_the_wait_of_what_sends_them(*, grouped: bool) -> None:
+    s = Sketch(Phase.BACKWARD)
+    message = s.input("message", 4)
+    seen = s.call(aten.view.default, message, [2, 2])
+    if grouped:
+        started = s.call(getitem, s.call(collectives.all_gather_into_tensor_coalesced.default, [seen], 2, "0"), 0)
+    else:
+        started = s.call(collectives.all_gather_into_tensor.default, seen, 2, "0")
+    s.call(RESHARD, [message])
+    wait = s.call(collectives.wait_tensor.default, started)
+    step = s.done(s.call(aten.relu.default, wait))
+    assert wait in readers([message])
+    poison_freed_messages(step)
+    (poison,) = [node for node in message.users if node.target is POISON]
+    assert poison.prev is wait
 
 
 def test_an_update_stays_behind_reads_and_reads_in_front_of_it() -> None:

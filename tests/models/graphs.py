@@ -186,6 +186,20 @@ class Convolution(nn.Module):
         return self.head(F.relu(self.norm(self.conv(x))).mean((2, 3)))
 
 
+class Mixed(nn.Module):
+    """A frozen layer, dropout, attention, a division of the batch, slices with steps, a cast and an infinite bound."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(16, 16).requires_grad_(requires_grad=False)
+        self.used = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.dropout(self.used(self.frozen(x)), 0.25).view(x.shape[0] // 2, 2, 16)
+        y = F.scaled_dot_product_attention(y, y, y, is_causal=True)
+        return torch.cat([y[..., 1::2], y[..., ::2].to(torch.float64).float()], 2).clamp(max=float("inf"))
+
+
 def _rows(*shape: int) -> torch.Tensor:
     return torch.randn(*shape)
 
@@ -203,5 +217,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[torch.Tensor
     "twins": (Twins, lambda: (_rows(4, 64),)),
     "weight-as-gradient": (WeightAsGradient, lambda: (_rows(4, 64),)),
     "returns-weight": (ReturnsWeight, lambda: (_rows(4, 64),)),
+    "mixed": (Mixed, lambda: (_rows(6, 16),)),
     "convolution": (Convolution, lambda: (_rows(2, 3, 8, 8),)),
 }

@@ -39,7 +39,7 @@ class ScaleOneGradient:
     """The fault: what is reduced for `PLANTED` is multiplied by 1 + 2^-10."""
 
     name = PLANTED_PASS
-    stage = Stage.BUCKETED
+    requires, ensures = Stage.BUCKETED, Stage.BUCKETED
 
     def plan(self, step: StepGraph) -> list[Node]:
         return [node for node in step.nodes(Role.REDUCE) if require(node).parameters == (PLANTED,)]

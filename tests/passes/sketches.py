@@ -27,40 +27,23 @@ TABLE, NORM, HEAD = "tok.weight", "norm.weight", "head.weight"
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """An embedding, layers, a norm and a head.
+    """An embedding, layers, a norm and a head."""
 
-    Attributes:
-        units: Of each parameter; the table is the head's weight if there is no `HEAD`.
-        frozen: Parameters without gradients.
-        offloaded: Units whose shards are on the host.
-        size: Ranks that share parameters, of which there are `replicas`.
-        sent: Dtype of all-gathers.
-        looked_up: Whether the table stays sharded.
-        updated: Whether parameters are updated in backward, where they can be.
-        held: Units with unreduced gradients of earlier microbatches.
-        lists: Whether each layer's unit prefetches that of the layer behind it.
-        twice: Whether the norm is in front of the layers, too.
-        late: Whether gradients of weights are computed behind those of their inputs.
-        draws: Whether gradients of weights are rounded at random.
-        scaled: Whether they are scaled by a number which the graph counts up at its end.
-        summed: Whether gradients of inputs are summed by a collective of the program's own.
-    """
-
-    units: Mapping[str, str]
-    frozen: frozenset[str] = frozenset()
-    offloaded: frozenset[str] = frozenset()
-    size: int = 2
+    units: Mapping[str, str]  # of each parameter; the table is the head's weight if there is no `HEAD`
+    frozen: frozenset[str] = frozenset()  # parameters without gradients
+    offloaded: frozenset[str] = frozenset()  # units whose shards are on the host
+    size: int = 2  # ranks that share parameters, of which there are `replicas`
     replicas: int = 1
-    sent: torch.dtype = torch.float32
-    looked_up: bool = False
-    updated: bool = False
-    held: frozenset[str] = frozenset()
-    lists: bool = False
-    twice: bool = False
-    late: bool = False
-    draws: bool = False
-    scaled: bool = False
-    summed: bool = False
+    sent: torch.dtype = torch.float32  # in all-gathers
+    looked_up: bool = False  # the table stays sharded
+    updated: bool = False  # parameters are updated in backward, where they can be
+    held: frozenset[str] = frozenset()  # units with unreduced gradients of earlier microbatches
+    lists: bool = False  # each layer's unit prefetches that of the layer behind it
+    twice: bool = False  # the norm is in front of the layers, too
+    late: bool = False  # gradients of weights are computed behind those of their inputs
+    draws: bool = False  # gradients of weights are rounded at random
+    scaled: bool = False  # they are scaled by a number which the graph counts up at its end
+    summed: bool = False  # gradients of inputs are summed by a collective of the program's own
 
     @property
     def depth(self) -> int:
@@ -119,12 +102,7 @@ def models(draw: st.DrawFn) -> Model:
         looked_up=looked_up and size > 1,
         updated=can_update,
         held=frozenset() if can_update or looked_up else draw(some),
-        lists=draw(st.booleans()),
-        twice=draw(st.booleans()),
-        late=draw(st.booleans()),
-        draws=draw(st.booleans()),
-        scaled=draw(st.booleans()),
-        summed=draw(st.booleans()),
+        **{name: draw(st.booleans()) for name in ("lists", "twice", "late", "draws", "scaled", "summed")},
     )
 
 

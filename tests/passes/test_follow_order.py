@@ -1,4 +1,7 @@
-"""A graph that is planned for other sizes starts its collectives in the order of another rank's plan, and is right."""
+"""A graph that is planned for other sizes starts its collectives in the order of another rank's plan, and is right.
+
+Operators that are not torch's may draw random numbers and not say so: plans call them in the program's order.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,27 @@ import itertools
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from fsdp_compile import FSDPOptions, RankMismatchError, explain
+from fsdp_compile.cost.fusion import Fusion
 from fsdp_compile.cost.hardware import hardware
 from fsdp_compile.ir.calls import line_of, names_in, numbered, starts_of
-from fsdp_compile.ir.graph import KEY, StepGraph, record_of
+from fsdp_compile.ir.graph import KEY, Phase, StepGraph, record_of
 from fsdp_compile.passes.follow_order import _keys
+from fsdp_compile.passes.hide_own_collectives import HideOwnCollectives
 from fsdp_compile.pipeline import transform
+from tests.cost.graphs import Sketch
+from tests.fake_world import fake_world
+from tests.models.layers import InARow
 from tests.models.round_sizes import WIDTH, Block, Stack
 
+WIDE = 256
+collectives = torch.ops._c10d_functional
 GB_PER_S = (0.01, 1.0, 8.0, 64.0, 1000.0)
 """Links on which a plan is another one each: what a rank plans for other sizes differs by no more."""
 
@@ -42,8 +53,9 @@ class Tapered(nn.Module):
 
 
 @functools.cache
-def captured(make: Callable[[], nn.Module]) -> tuple[StepGraph, ...]:
-    plan = explain(make(), torch.ones(64, WIDTH, device="meta"), world_size=4, hardware=hardware("cpu", 1.0))
+def captured(make: Callable[[], nn.Module], *shape: int) -> tuple[StepGraph, ...]:
+    x = torch.ones(shape or (64, WIDTH), device="meta")
+    plan = explain(make().to("meta"), x, world_size=4, hardware=hardware("cpu", 1.0))
     assert plan.traced is not None
     return tuple(plan.traced.regions[0].captured)
 
@@ -138,3 +150,80 @@ def test_parameters_of_one_name_in_one_message_have_the_keys_of_single_ones() ->
     first, second = _keys(["forward: all_gather_into_tensor of 0 (64 float32)"] * 2)
     assert joined == [*first, *second]
     assert first != second
+
+
+@torch.library.custom_op("fsdp_test_untold::dither", mutates_args=())
+def dither(grad: torch.Tensor) -> torch.Tensor:
+    return grad + torch.randn_like(grad)
+
+
+@dither.register_fake
+def _(grad: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(grad)
+
+
+class Dithered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return grad @ weight, torch.ops.fsdp_test_untold.dither(grad.t() @ x)
+
+
+class DitheredLayer(nn.Module):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(outputs, inputs))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = Dithered.apply(x, self.weight)
+        return torch.tanh(found)
+
+
+def dithered() -> nn.Module:
+    """Its first layer's gradient takes longest to reduce."""
+    return InARow([DitheredLayer(32 * WIDE, WIDE), *(DitheredLayer(WIDE, WIDE) for _ in range(4))])
+
+
+def draws(step: StepGraph) -> list[str]:
+    return [str(node) for node in step.graph.nodes if node.target is torch.ops.fsdp_test_untold.dither.default]
+
+
+@pytest.mark.long
+def test_no_plan_and_no_order_of_another_rank_changes_the_order_of_draws() -> None:
+    backward = captured(dithered, 4096, 32 * WIDE)[1]
+    plans = {gb_per_s: planned(backward, gb_per_s) for gb_per_s in GB_PER_S}
+    orders = {rate: order_of(step) for rate, step in plans.items()}
+    followed = [planned(backward, mine, orders[other]) for mine, other in itertools.permutations(GB_PER_S, 2)]
+    assert len(draws(backward)) == 5
+    for step in (*plans.values(), *followed):
+        assert draws(step) == draws(backward)
+
+
+def test_an_order_of_reductions_that_would_change_the_order_of_draws_is_refused() -> None:
+    backward = captured(dithered, 4096, 32 * WIDE)[1]
+    options = FSDPOptions(prefetch=0, bucket_mb=0)
+    order = order_of(transform(backward.copy(), options))
+    first, second = [place for place, line in enumerate(order) if "reduce_scatter" in line][:2]
+    order[first : second + 1] = [*order[first + 1 : second + 1], order[first]]
+    with pytest.raises(RankMismatchError, match="in the order of another rank's"):
+        transform(backward.copy(), options, follow=order)
+
+
+@pytest.mark.parametrize(
+    ("operator", "moves"), [(torch.ops.aten.relu, True), (torch.ops.fsdp_test_untold.dither, False)]
+)
+def test_draws_are_not_computed_behind_the_programs_collectives(operator: Any, *, moves: bool) -> None:
+    s = Sketch(Phase.BACKWARD)
+    x, y = s.input("x", WIDE, WIDE), s.input("y", WIDE, WIDE)
+    first = s.call(operator.default, x)
+    sent = s.call(collectives.all_reduce.default, s.call(operator.default, y), "sum", "0")
+    step = s.done(first, s.call(collectives.wait_tensor.default, sent))
+    before = [n for n in step.graph.nodes if n.op == "call_function"]
+    with fake_world(4):  # whose group torch calls "0"
+        plan = HideOwnCollectives(hardware("cpu", 0.01), Fusion.KERNELS).plan(step)
+    assert (plan.order != () and list(plan.order) != before) is moves

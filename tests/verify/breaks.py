@@ -29,30 +29,17 @@ FORWARD, BACKWARD = Phase.FORWARD, Phase.BACKWARD
 
 @dataclasses.dataclass(frozen=True)
 class Break:
-    """One way to break a graph.
+    """One way to break a graph."""
 
-    Attributes:
-        rule: The rule that has to notice.
-        edit: Breaks the graph and returns the node that the complaint has to name.
-        phase: Which graph of the model is broken.
-        says: A part of the complaint.
-        model: Name in `MODELS`.
-        world: Ranks and sharding.
-        stage: How far the graph has come when it is broken.
-        limits: What it is held to.
-        prefetch: By which rule it was scheduled.
-        bucket_mb: How large the units are that share collectives.
-    """
-
-    rule: str
-    edit: Callable[[StepGraph], fx.Node]
+    rule: str  # that has to notice
+    edit: Callable[[StepGraph], fx.Node]  # breaks the graph and returns the node that the complaint has to name
     phase: Phase
-    says: str
-    model: str = "stack"
+    says: str  # a part of the complaint
+    model: str = "stack"  # in `MODELS`
     world: World = PAIR
-    stage: Stage = Stage.FINAL
+    stage: Stage = Stage.FINAL  # how far the graph has come when it is broken
     limits: Limits = NO_LIMITS
-    prefetch: int | FSDPPrefetch = 1
+    prefetch: int | FSDPPrefetch = 1  # by which it was scheduled
     bucket_mb: float = 0
 
     @property
@@ -62,16 +49,22 @@ class Break:
 
     def graph(self) -> StepGraph:
         """The graph before it is broken."""
-        layout = self.limits.reduce_layout
-        return graph(
-            self.phase,
-            model=self.model,
-            world=self.world,
-            stage=self.stage,
-            prefetch=self.prefetch,
-            layout=layout,
-            bucket_mb=self.bucket_mb,
-        )
+        how = {name: getattr(self, name) for name in ("model", "world", "stage", "prefetch", "bucket_mb")}
+        return graph(self.phase, layout=self.limits.reduce_layout, **how)
+
+
+BREAKS: list[Break] = []
+Edit = Callable[[StepGraph], fx.Node]
+
+
+def breaks(rule: str, phase: Phase, says: str, **how: Any) -> Callable[[Edit], Edit]:
+    """Adds an edit to `BREAKS`, with the arguments of a `Break`."""
+
+    def add(edit: Edit) -> Edit:
+        BREAKS.append(Break(rule, edit, phase, says, **how))
+        return edit
+
+    return add
 
 
 def input_of(node: fx.Node, position: int = 0) -> fx.Node:
@@ -114,9 +107,8 @@ def _messages(start: fx.Node) -> list[fx.Node]:
     return [wait for item in start.users for wait in item.users]
 
 
-# gather-waited
-
-
+@breaks("gather-waited", FORWARD, "stands before")
+@breaks("gather-waited", FORWARD, "stands before", bucket_mb=1)
 def wait_moved_after_its_use(step: StepGraph) -> fx.Node:
     wait = last_of(step, Role.GATHER_WAIT)
     use = next(iter(wait.users))
@@ -124,6 +116,7 @@ def wait_moved_after_its_use(step: StepGraph) -> fx.Node:
     return use
 
 
+@breaks("gather-waited", FORWARD, "may still be running")
 def unfinished_message_read(step: StepGraph) -> fx.Node:
     wait = last_of(step, Role.GATHER_WAIT)
     use = users_of(wait, Role.COPY_OUT)[0]
@@ -131,6 +124,7 @@ def unfinished_message_read(step: StepGraph) -> fx.Node:
     return use
 
 
+@breaks("gather-waited", BACKWARD, "nobody waits")
 def message_never_waited_for(step: StepGraph) -> fx.Node:
     wait = last_of(step, Role.REDUCE_WAIT)
     item = input_of(wait)
@@ -139,14 +133,13 @@ def message_never_waited_for(step: StepGraph) -> fx.Node:
     return input_of(item)
 
 
+@breaks("gather-waited", BACKWARD, "waits for the same")
 def message_waited_for_twice(step: StepGraph) -> fx.Node:
     wait = last_of(step, Role.REDUCE_WAIT)
     return copied(wait, {}, wait)
 
 
-# gathered-once
-
-
+@breaks("gathered-once", FORWARD, "gathers already")
 def unit_gathered_twice(step: StepGraph) -> fx.Node:
     start = nodes_of(step, Role.GATHER)[-1]
     waits = _messages(start)
@@ -158,6 +151,7 @@ def unit_gathered_twice(step: StepGraph) -> fx.Node:
     return replaced[start]
 
 
+@breaks("gathered-once", BACKWARD, "holds already", world=OPEN)
 def kept_parameter_gathered_again(step: StepGraph) -> fx.Node:
     """What is taken for another kept parameter is one that this graph gathers."""
     gather = last_of(step, Role.GATHER)
@@ -169,6 +163,7 @@ def kept_parameter_gathered_again(step: StepGraph) -> fx.Node:
     return gather
 
 
+@breaks("gathered-once", FORWARD, "element 0 is")
 def copy_out_of_the_neighbour(step: StepGraph) -> fx.Node:
     """The slice out of a packed message starts at another parameter."""
     full = next(n for n in step.nodes(Role.FULL) if require(n).parameters[0].endswith("norm.bias"))
@@ -180,18 +175,21 @@ def copy_out_of_the_neighbour(step: StepGraph) -> fx.Node:
     return full
 
 
+@breaks("gathered-once", FORWARD, "'fsdp.shard.7'")
 def gather_over_another_group(step: StepGraph) -> fx.Node:
     start = nodes_of(step, Role.GATHER)[-1]
     start.update_arg(2, "fsdp.shard.7")
     return start
 
 
+@breaks("gathered-once", BACKWARD, "'fsdp.shard.0'", world=KEPT)
 def parts_gathered_over_the_whole_group(step: StepGraph) -> fx.Node:
     start = nodes_of(step, Role.GATHER)[-1]
     start.update_arg(2, "fsdp.shard.0")
     return start
 
 
+@breaks("gathered-once", BACKWARD, "another parameter", world=KEPT)
 def parts_swapped_in_backward(step: StepGraph) -> fx.Node:
     """The parts of two parameters of one shape change places in a grouped all-gather."""
     start = nodes_of(step, Role.GATHER)[-1]
@@ -205,12 +203,16 @@ def parts_swapped_in_backward(step: StepGraph) -> fx.Node:
 _NORM = ("norm.weight", "norm.bias")
 
 
+@breaks("gathered-once", FORWARD, "has the scale of", world=FOUR_BITS)
+@breaks("gathered-once", FORWARD, "has the scale of", world=QUANTIZED)
 def scales_of_another_parameter(step: StepGraph) -> fx.Node:
     first, second = _dequantized(step)[:2]
     first.replace_input_with(input_of(first, 1), input_of(second, 1))
     return _reader(first)
 
 
+@breaks("gathered-once", FORWARD, "is read as", world=FOUR_BITS)
+@breaks("gathered-once", FORWARD, "is read as", world=QUANTIZED)
 def numbers_of_another_dtype(step: StepGraph) -> fx.Node:
     node = _dequantized(step)[0]
     node.update_arg(2, "float8_e4m3fn")
@@ -227,6 +229,7 @@ def _reader(node: fx.Node) -> fx.Node:
     return node
 
 
+@breaks("host-copies", BACKWARD, "is copied to the host")
 def gradient_copied_to_where_it_is(step: StepGraph) -> fx.Node:
     joined = last_of(step, Role.FLAT_GRADIENT)
     flat_gradient, value = require(joined), joined.meta["val"]
@@ -244,9 +247,7 @@ def gradient_copied_to_where_it_is(step: StepGraph) -> fx.Node:
     return view
 
 
-# reduced-once
-
-
+@breaks("reduced-once", BACKWARD, "reduces already")
 def gradient_reduced_twice(step: StepGraph) -> fx.Node:
     """A second reduce-scatter of the same messages, whose results are added to the first one's."""
     start = last_of(step, Role.REDUCE)
@@ -261,18 +262,21 @@ def gradient_reduced_twice(step: StepGraph) -> fx.Node:
     return replaced[start]
 
 
+@breaks("reduced-once", BACKWARD, "combined by 'sum'")
 def gradient_summed_instead_of_averaged(step: StepGraph) -> fx.Node:
     start = last_of(step, Role.REDUCE)
     start.update_arg(1, "sum")
     return start
 
 
+@breaks("reduced-once", BACKWARD, "'fsdp.replicate.0'")
 def gradient_reduced_over_another_group(step: StepGraph) -> fx.Node:
     start = last_of(step, Role.REDUCE)
     start.update_arg(3, "fsdp.replicate.0")
     return start
 
 
+@breaks("reduced-once", BACKWARD, "reaches no output")
 def reduced_gradient_dropped(step: StepGraph) -> fx.Node:
     """Zeros take the place of a reduced shard."""
     start = last_of(step, Role.REDUCE)
@@ -285,6 +289,8 @@ def reduced_gradient_dropped(step: StepGraph) -> fx.Node:
     return start
 
 
+@breaks("reduced-once", BACKWARD, "where")
+@breaks("reduced-once", BACKWARD, "where", limits=AS_FSDP2)
 def gradients_swapped_in_a_message(step: StepGraph) -> fx.Node:
     """Two parameters of one shape change places in a packed message."""
     start = last_of(step, Role.REDUCE)
@@ -300,11 +306,7 @@ def _alike(one: fx.Node, other: fx.Node) -> bool:
     return one.meta["val"].shape == other.meta["val"].shape
 
 
-def gradients_swapped_in_fsdp2s_message(step: StepGraph) -> fx.Node:
-    """Two parameters of one shape change places in a message without padding."""
-    return gradients_swapped_in_a_message(step)
-
-
+@breaks("reduced-once", BACKWARD, "where", limits=AS_FSDP2)
 def parameters_swapped_in_what_was_reduced(step: StepGraph) -> fx.Node:
     """Two parameters of one shape take each other's part of the reduced message."""
     start = last_of(step, Role.REDUCE)
@@ -322,6 +324,7 @@ def _feeds(node: fx.Node, start: fx.Node) -> bool:
     return any(node in message.all_input_nodes for message in start.all_input_nodes)
 
 
+@breaks("reduced-once", BACKWARD, "no flat parameter")
 def gradients_of_two_units_swapped(step: StepGraph) -> fx.Node:
     """Each flat gradient is returned in the place of the other."""
     first, second = nodes_of(step, Role.FLAT_GRADIENT)[:2]
@@ -336,6 +339,7 @@ def returned_by(step: StepGraph) -> list[Any]:
     return list(outputs)
 
 
+@breaks("reduced-once", BACKWARD, "went through", world=SQUARE, stage=Stage.INSERTED)
 def replicas_left_out(step: StepGraph) -> fx.Node:
     """The flat gradient takes a reduced shard before it was averaged over the replicas."""
     wait = last_of(step, Role.REPLICATE_WAIT)
@@ -347,9 +351,7 @@ def replicas_left_out(step: StepGraph) -> fx.Node:
     return input_of(shard)
 
 
-# plan-order
-
-
+@breaks("plan-order", FORWARD, "is waited for before it")
 def gathers_swapped(step: StepGraph) -> fx.Node:
     first, second = nodes_of(step, Role.GATHER)[:2]
     for node in [*second.all_input_nodes, second]:
@@ -357,6 +359,7 @@ def gathers_swapped(step: StepGraph) -> fx.Node:
     return first
 
 
+@breaks("plan-order", BACKWARD, "has its gradients before it")
 def reductions_swapped(step: StepGraph) -> fx.Node:
     """The first reduction, with its waits, moves behind the start of the second."""
     first, second = nodes_of(step, Role.REDUCE)[:2]
@@ -368,33 +371,3 @@ def reductions_swapped(step: StepGraph) -> fx.Node:
         anchor.append(node)
     second.append(first)
     return first
-
-
-BREAKS = (
-    Break("gather-waited", wait_moved_after_its_use, FORWARD, "stands before"),
-    Break("gather-waited", unfinished_message_read, FORWARD, "may still be running"),
-    Break("gather-waited", message_never_waited_for, BACKWARD, "nobody waits"),
-    Break("gather-waited", message_waited_for_twice, BACKWARD, "waits for the same"),
-    Break("gathered-once", unit_gathered_twice, FORWARD, "gathers already"),
-    Break("gathered-once", copy_out_of_the_neighbour, FORWARD, "element 0 is"),
-    Break("gathered-once", gather_over_another_group, FORWARD, "'fsdp.shard.7'"),
-    Break("gathered-once", scales_of_another_parameter, FORWARD, "has the scale of", world=QUANTIZED),
-    Break("gathered-once", numbers_of_another_dtype, FORWARD, "is read as", world=QUANTIZED),
-    Break("gathered-once", scales_of_another_parameter, FORWARD, "has the scale of", world=FOUR_BITS),
-    Break("gathered-once", numbers_of_another_dtype, FORWARD, "is read as", world=FOUR_BITS),
-    Break("gathered-once", parts_gathered_over_the_whole_group, BACKWARD, "'fsdp.shard.0'", world=KEPT),
-    Break("gathered-once", parts_swapped_in_backward, BACKWARD, "another parameter", world=KEPT),
-    Break("gathered-once", kept_parameter_gathered_again, BACKWARD, "holds already", world=OPEN),
-    Break("reduced-once", gradient_reduced_twice, BACKWARD, "reduces already"),
-    Break("reduced-once", gradient_summed_instead_of_averaged, BACKWARD, "combined by 'sum'"),
-    Break("reduced-once", gradient_reduced_over_another_group, BACKWARD, "'fsdp.replicate.0'"),
-    Break("reduced-once", reduced_gradient_dropped, BACKWARD, "reaches no output"),
-    Break("reduced-once", gradients_swapped_in_a_message, BACKWARD, "where"),
-    Break("reduced-once", gradients_swapped_in_fsdp2s_message, BACKWARD, "where", limits=AS_FSDP2),
-    Break("reduced-once", parameters_swapped_in_what_was_reduced, BACKWARD, "where", limits=AS_FSDP2),
-    Break("reduced-once", gradients_of_two_units_swapped, BACKWARD, "no flat parameter"),
-    Break("reduced-once", replicas_left_out, BACKWARD, "went through", world=SQUARE, stage=Stage.INSERTED),
-    Break("host-copies", gradient_copied_to_where_it_is, BACKWARD, "is copied to the host"),
-    Break("plan-order", gathers_swapped, FORWARD, "is waited for before it"),
-    Break("plan-order", reductions_swapped, BACKWARD, "has its gradients before it"),
-)

@@ -14,7 +14,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, ShardingStrategy
 from fsdp_compile import fully_shard, step_in_backward
 from fsdp_compile.capture.flat_inputs import flat_inputs
 from fsdp_compile.capture.shard_embeddings import shard_lookups
-from fsdp_compile.config.prefetch import FSDPPrefetch
 from fsdp_compile.cost.fusion import Fusion
 from fsdp_compile.cost.hardware import hardware
 from fsdp_compile.ir.graph import Stage, StepGraph
@@ -60,8 +59,8 @@ class World:
             )
 
 
-Watch = Callable[[StepGraph, str, Stage], None]
-"""Called after each pass with the graph, the pass's name and the stage that is reached."""
+Watch = Callable[[StepGraph, str, Stage | None], None]
+"""Called with each graph as captured, as "capture" without a stage, and after each pass with what that ensures."""
 
 
 def capture(
@@ -71,31 +70,21 @@ def capture(
     *,
     watch: Watch | None = None,
     until: Stage = Stage.FINAL,
-    prefetch: int | FSDPPrefetch = 1,
-    bucket_mb: float = 0,
     training: bool = True,
-    reduce_layout: Literal["aligned", "fsdp2"] = "aligned",
+    dynamic: bool | None = None,
+    **options: Any,
 ) -> list[StepGraph]:
     """Compiles a model for a fake world and returns its graphs: forward, then backward if `training`.
 
-    Args:
-        make: Makes the model.
-        inputs: What its forward is called with.
-        world: Ranks and sharding.
-        watch: Looks at each graph after each pass.
-        until: The stage at which the graphs are returned.
-        prefetch: As in `FSDPOptions`.
-        bucket_mb: As in `FSDPOptions`.
-        training: Whether there is to be a backward.
-        reduce_layout: As in `FSDPOptions`.
+    `watch` looks at each graph after each pass; `until` is the stage at which they are returned. `options` are those of
+    `FSDPOptions`.
     """
+    chosen = FSDPOptions(**{"prefetch": 1, "bucket_mb": 0, **options})
     captured: list[list[StepGraph]] = []
 
     def transform(step: StepGraph) -> StepGraph:
-        _run_passes(
-            step, FSDPOptions(prefetch=prefetch, bucket_mb=bucket_mb, reduce_layout=reduce_layout), until, watch
-        )
-        captured[-1].append(copied(step))  # lowering erases the markers
+        _run_passes(step, chosen, until, watch)
+        captured[-1].append(step.copy())  # lowering erases the markers
         return step
 
     def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
@@ -114,17 +103,8 @@ def capture(
         if world.update is Update.IN_BACKWARD:
             step_in_backward(torch.optim.SGD(model.parameters()))
         with torch.set_grad_enabled(training):
-            compiled_by(compile_graph, model, fullgraph=True)(*inputs)
-    (steps,) = captured
-    return steps
-
-
-def copied(step: StepGraph) -> StepGraph:
-    """The same graph with nodes of its own, which a test may break."""
-    graph = fx.Graph()
-    returned = graph.graph_copy(step.graph, {})
-    graph.output(returned).meta.update(step.output.meta)
-    return StepGraph(fx.GraphModule(step.gm, graph), step.phase)
+            compiled_by(compile_graph, model, fullgraph=True, dynamic=dynamic)(*inputs)
+    return captured[-1]
 
 
 def _keep_what_fits(forward: StepGraph, backward: StepGraph) -> None:
@@ -137,11 +117,11 @@ def _unchanged(step: StepGraph) -> StepGraph:
 
 
 def _run_passes(step: StepGraph, options: FSDPOptions, until: Stage, watch: Watch | None) -> None:
-    every = passes(options)
-    for position, graph_pass in enumerate(every):
+    if watch is not None:
+        watch(step, "capture", None)
+    for graph_pass in passes(options):
         graph_pass.apply(step, graph_pass.plan(step))
-        stage = Stage.INSERTED if position == 0 else Stage.FINAL if position == len(every) - 1 else Stage.BUCKETED
         if watch is not None:
-            watch(step, graph_pass.name, stage)
-        if stage is until:
+            watch(step, graph_pass.name, graph_pass.ensures)
+        if graph_pass.ensures is until:
             return

@@ -12,7 +12,7 @@ from fsdp_compile.ir.graph import Phase, Stage, StepGraph
 from fsdp_compile.layout.flat_layout import ReduceLayout
 from fsdp_compile.layout.spec import Update
 from tests.models.graphs import MODELS
-from tests.verify.captured import World, capture, copied
+from tests.verify.captured import World, capture
 
 PAIR = World(2)
 SQUARE = World(4, replicas=2)
@@ -37,7 +37,7 @@ def graph(
 ) -> StepGraph:
     """A correct graph of one of `MODELS`, which the test may break."""
     forward, backward = _captured(model, world, stage, prefetch, layout, bucket_mb)
-    return copied(forward if phase is Phase.FORWARD else backward)
+    return (forward if phase is Phase.FORWARD else backward).copy()
 
 
 @functools.cache

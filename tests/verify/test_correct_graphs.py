@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_compile.cost.sizes import result_bytes
 from fsdp_compile.cost.timeline import waits_of
-from fsdp_compile.ir.graph import Phase, Role, Stage, StepGraph, role_of
+from fsdp_compile.ir.graph import Phase, Record, Role, Stage, StepGraph, record_of, role_of
 from fsdp_compile.ir.queries import aliases
 from fsdp_compile.ir.text.parser import parse_graph
 from fsdp_compile.ir.text.printer import format_graph
@@ -26,6 +27,7 @@ from tests.models.graphs import MODELS
 from tests.verify.captured import World, capture
 from tests.verify.graphs import OPEN, graph
 
+PREFETCH_1 = Limits(prefetch=1)
 WORLDS = {
     "1-rank": World(1),
     "2-ranks": World(2),
@@ -51,62 +53,87 @@ CASES += [(model, "updated") for model in ("tied", "repeated", "unused")]
 CASES += [(model, "updated-1-rank") for model in ("tied", "weight-as-gradient")]
 CASES += [("uneven", "1-rank"), ("uneven", "8-ranks"), ("partial", "2x2-mesh"), ("tied", "kept-for-backward")]
 CASES += [("tied", "kept-if-there-is-room"), ("uneven", "kept-if-there-is-room")]
-
+DYNAMIC = ["stack", "tied", "norms", "mixed"]
 
 ALWAYS = [("stack", world) for world in ("2x2-mesh", "kept-if-there-is-room", "bf16-reduced", "updated-2x2-mesh")]
 ALWAYS += [case for case in CASES if case[0] not in ("stack", "convolution", "twins")]
 ALWAYS = [case for case in ALWAYS if case[0] != "tied" or case[1] == "updated"]
 
 
+class Checked:
+    """What each pass leaves of the graphs of a model: complaints, and texts, which read back.
+
+    Args:
+        model: Name in `MODELS`.
+        world: Ranks and sharding.
+        limits: What the graphs are held to.
+        how: Other arguments of `capture`.
+    """
+
+    def __init__(self, model: str, world: World, limits: Limits = PREFETCH_1, **how: Any) -> None:
+        self.limits = limits
+        self.seen: list[str] = []
+        self.texts: list[str] = []
+        self.found: list[tuple[str, Complaint]] = []
+        self._records: list[dict[str, Record | None]] = []
+        make, inputs = MODELS[model]
+        self.steps = capture(make, inputs(), world, watch=self._look, **how)
+        for text, records in zip(self.texts, self._records, strict=True):
+            parsed = parse_graph(text)
+            assert format_graph(parsed) == text
+            assert _records_of(parsed) == records
+            parsed.graph.lint()
+
+    def _look(self, step: StepGraph, name: str, stage: Stage | None) -> None:
+        self.seen.append(name)
+        self.texts.append(format_graph(step))
+        self._records.append(_records_of(step))
+        if stage is not None:
+            self.found += [(name, c) for c in complaints(step, stage=stage, limits=self.limits)]
+
+
+def _records_of(step: StepGraph) -> dict[str, Record | None]:
+    return {node.name: record_of(node) for node in step.graph.nodes}
+
+
+@pytest.mark.core
 @long.parametrize(("model", "world"), CASES, always=ALWAYS, ids=["-".join(case) for case in CASES])
-def test_a_correct_graph_gives_no_complaint_after_any_pass(model: str, world: str) -> None:
-    make, inputs = MODELS[model]
-    found: list[tuple[str, Complaint]] = []
-    seen: list[str] = []
+def test_a_correct_graph_gives_no_complaint_after_any_pass_and_reads_back(model: str, world: str) -> None:
+    checked = Checked(model, WORLDS[world])
+    assert checked.seen[:2] == ["capture", "insert-collectives"]
+    assert len(checked.seen) % 2 == 0  # forward and backward
+    assert checked.found == []
 
-    def watch(step: StepGraph, name: str, stage: Stage) -> None:
-        seen.append(name)
-        found.extend((name, c) for c in complaints(step, stage=stage, limits=Limits(prefetch=1)))
 
-    capture(make, inputs(), WORLDS[world], watch=watch)
+@long.parametrize("model", DYNAMIC, always=["tied", "mixed"])
+def test_graphs_with_sizes_that_are_symbols_read_back(model: str) -> None:
+    assert all("\nsymbol s" in text for text in Checked(model, World(2), dynamic=True).texts)
 
-    assert seen[0] == "insert-collectives"
-    assert len(seen) % 2 == 0  # forward and backward
-    assert found == []
+
+@long.parametrize("model", ["stack", "tied", "mixed", "uneven"], always=["tied", "mixed"])
+def test_ranks_have_the_same_text(model: str) -> None:
+    first, last = (Checked(model, World(8, rank=rank)) for rank in (0, 7))
+    assert first.texts == last.texts
 
 
 @long.parametrize("world", ["2x2-mesh", "bf16-sent"], always=["2x2-mesh"])
 def test_fsdp2s_messages_give_no_complaint_after_any_pass(world: str) -> None:
-    make, inputs = MODELS["stack"]
-    found: list[tuple[str, Complaint]] = []
     limits = Limits(prefetch=1, reduce_layout=ReduceLayout.FSDP2)
-
-    def watch(step: StepGraph, name: str, stage: Stage) -> None:
-        found.extend((name, c) for c in complaints(step, stage=stage, limits=limits))
-
-    _, backward = capture(make, inputs(), WORLDS[world], watch=watch, reduce_layout="fsdp2")
-    assert found == []
-    assert all(len(node.all_input_nodes) == 1 for node in backward.nodes(Role.REDUCE))  # one message each
+    checked = Checked("stack", WORLDS[world], limits, reduce_layout="fsdp2")
+    assert checked.found == []
+    assert all(len(node.all_input_nodes) == 1 for node in checked.steps[1].nodes(Role.REDUCE))  # one message each
 
 
 JOINED = [("stack", world) for world in ("2-ranks", "2x2-mesh", "kept-for-backward", "bf16-sent")]
 JOINED += [(model, "2-ranks") for model in ("tied", "twins")]
 
 
-@long.parametrize(
-    ("model", "world"),
-    JOINED,
-    always=[("tied", "2-ranks")],
-    ids=["-".join(case) for case in JOINED],
-)
+@long.parametrize(("model", "world"), JOINED, always=[("tied", "2-ranks")], ids=["-".join(case) for case in JOINED])
 def test_units_that_share_collectives_give_no_complaint_and_read_back(model: str, world: str) -> None:
     make, inputs = MODELS[model]
-    apart = capture(make, inputs(), WORLDS[world])
-    joined = capture(make, inputs(), WORLDS[world], bucket_mb=1)
-    for step, alone in zip(joined, apart, strict=True):
-        assert complaints(step, limits=Limits(prefetch=1)) == []
-        text = format_graph(step)
-        assert format_graph(parse_graph(text)) == text
+    joined = Checked(model, WORLDS[world], bucket_mb=1)
+    assert joined.found == []
+    for step, alone in zip(joined.steps, capture(make, inputs(), WORLDS[world]), strict=True):
         starts = [len(list(s.nodes(Role.GATHER, Role.REDUCE, Role.REPLICATE))) for s in (step, alone)]
         assert starts[0] < starts[1]
 

@@ -16,7 +16,7 @@ from fsdp_compile.layout.spec import GradPlacement
 from fsdp_compile.verify.check import complaints
 from fsdp_compile.verify.facts import Kind, collectives_of
 from tests.models.graphs import MODELS
-from tests.verify.captured import World, capture, copied
+from tests.verify.captured import World, capture
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,14 +107,14 @@ def _sum(step: StepGraph, role: Role, named: str = "norm.weight") -> fx.Node:
 
 @pytest.mark.parametrize("edit", [left_out, added_twice, of_the_neighbour])
 def test_held_gradients_that_do_not_enter_exactly_one_reduction_are_noticed(edit: Callable[[StepGraph], str]) -> None:
-    step = copied(backward(TakingAlong(2)))
+    step = backward(TakingAlong(2))
     says = edit(step)
     found = complaints(step)
     assert any(c.rule == "reduced-once" and says in c.what for c in found), found
 
 
 def test_held_rows_in_the_wrong_order_are_noticed() -> None:
-    step = copied(backward(Holding(2)))
+    step = backward(Holding(2))
     parts = next(n for n in step.nodes(Role.SHARD_GRADIENT) if n.target is torch.ops.aten.cat.default and _ends(n))
     parts.update_arg(0, list(reversed(parts.args[0])))  # type: ignore[arg-type]
     assert any(c.rule == "reduced-once" for c in complaints(step))
@@ -125,7 +125,7 @@ def _ends(node: fx.Node) -> bool:
 
 
 def test_what_forward_keeps_is_an_input_of_backward_that_nothing_gathers_again() -> None:
-    step = copied(backward(Holding(2, reshard_after_forward="auto")))
+    step = backward(Holding(2, reshard_after_forward="auto"))
     (*_, kept) = step.nodes(Role.SAVED_PARAM)
     assert complaints(step) == []
     gathered = require(next(step.nodes(Role.GATHER)))

@@ -2,40 +2,82 @@
 
 Inputs get fake values of their declared types. Every other node's type is inferred from its operator and must be the
 declared one, so text that is out of date is refused where it is wrong. No process group and no device is needed.
+
+Arguments and sizes are read as expressions of Python, of which nothing is executed: `_evaluate` knows the few kinds
+that graphs have.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import ast
+import difflib
+import math
+import operator
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+import sympy
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.value_ranges import ValueRanges
 
 from fsdp_compile._torch.tensors import FakeTensorMode
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.ir.edit import infer_value
 from fsdp_compile.ir.graph import DECLARING, INPUTS, KEY, Phase, Record, Role, StepGraph
 from fsdp_compile.ir.queries import TEXT_POSITION
-from fsdp_compile.ir.text.lexer import Line, read_name, read_node_name, read_type, read_value
-from fsdp_compile.ir.text.printer import spell_type
-from fsdp_compile.ir.text.spelling import SymbolTable, read_operator, read_parameter
+from fsdp_compile.ir.text.printer import DTYPES, OPERATORS, spell_type
 from fsdp_compile.layout import spec as read_specs
 from fsdp_compile.layout.spec import UnshardSpec
 
-_HEADER: Final = re.compile(r"graph (forward|backward) on (\w+)")
-_SYMBOL: Final = re.compile(r"symbol (\w+) in \[(-?\d+|-oo), (\d+|oo)\]")
-_OPERATOR: Final = re.compile(r"[A-Za-z_][\w.]*")
-_KEY: Final = re.compile(r"(\w+)=")
+_STRING: Final = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
+_NAME: Final = rf"{_STRING}|\(root\)|[\w.\-/]+"
+_HEADER: Final = re.compile(r"graph (forward|backward) on (\w+)\s*")
+_SYMBOL: Final = re.compile(r"symbol (\w+) in \[(-?\d+|-oo), (\d+|oo)\]\s*")
+_NODE: Final = re.compile(r"%([A-Za-z_]\w*)\s*=\s*([A-Za-z_][\w.]*)\((.*)\)\s*:\s*(.*?)\s*")
+_SLOT: Final = re.compile(rf"\s+({_NAME})\s*:\s*(.*?)\s*")
+_NAMED: Final = re.compile(rf"(?:^|,)\s*(slot|role|unit|of)=(\[[^\]]*\]|{_NAME})")
+_TENSOR: Final = re.compile(r"(\w+)\[([^\]]*)\](?:\s*strides \[([^\]]*)\])?(?: on (\w+))?")
+_NODE_OR_STRING: Final = re.compile(rf"({_STRING})|%([A-Za-z_]\w*)")
+_UNSHOWN: Final = re.compile(r"<[^>]*>|\?")
+_UNBACKED: Final = re.compile(r"\bu\d+\b")
+_WORDS: Final[dict[str, Any]] = {
+    "nan": math.nan,
+    "inf": math.inf,
+    **{text: dtype for dtype, text in DTYPES.items()},
+    **{
+        str(value).removeprefix("torch."): value
+        for kind in (torch.memory_format, torch.layout, torch.dtype)
+        for value in vars(torch).values()
+        if isinstance(value, kind) and value not in DTYPES
+    },
+}
+_CALLS: Final[dict[str, Callable[..., Any]]] = {
+    "sym": lambda size: size,
+    "Max": torch.sym_max,
+    "Min": torch.sym_min,
+    "Mod": operator.mod,
+    "PythonMod": operator.mod,
+}
+_BINARY: Final[dict[type[ast.operator], Callable[[Any, Any], Any]]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
+_NODES: Final = "node"
+_VALUES: Final = "%node, 1, 2.5, 'text', bf16, cuda, contiguous_format, None, [...] or (...)"
 _DECLARING: Final = {role.value for role in DECLARING}
-_NO_RECORD: Final = "a record has a role, a unit and parameters"
-_RECORD_EXAMPLE: Final = "role=gather, unit=layers.0, of=[.weight]"
+_EXAMPLE: Final = 5040
+"""Example sizes are multiples of this, so that the divisions which models make of a size come out even."""
 _SLOT_EXAMPLE: Final = (
     "offset=0 extent=32 shape=6x5 dim=0 over=fsdp.shard.0/2 param=float32 reduce=float32 reshard=after_forward"
 )
-_UNBACKED: Final = re.compile(r"\bu\d+\b")
 
 
 def parse_graph(text: str) -> StepGraph:
@@ -46,228 +88,309 @@ def parse_graph(text: str) -> StepGraph:
     Raises:
         ConfigError: If the text is not a graph, or a declared type is not the inferred one; names the line.
     """
-    lines = [Line(n, raw) for n, raw in enumerate(text.splitlines(), 1) if raw.strip() and not raw.startswith("#")]
-    header = lines[0].take(_HEADER) if lines else None
-    if header is None:
-        line = lines[0] if lines else Line(1, "")
-        raise line.error("expected the header of a graph", instead="graph forward on cpu")
-    lines[0].end()
-    reader = _Reader(Phase(header[1]), header[2])
-    body = _read_symbols(lines[1:], reader.symbols)
-    for line, slots in _with_slots(body):
-        reader.read(line, slots)
-    if not reader.is_finished:
-        raise (body or lines)[-1].error("the graph does not end", instead="return (%a, %b) in the last line")
-    return StepGraph(fx.GraphModule(reader.root, reader.graph), reader.phase)
+    reader = _Reader()
+    try:
+        return reader.read(
+            [(n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip() and not line.startswith("#")]
+        )
+    except ConfigError as error:
+        number, line = reader.at
+        raise ConfigError(f"line {number}: {error.what}", where=line.strip(), instead=error.instead) from error
 
 
-def _read_symbols(lines: list[Line], symbols: SymbolTable) -> list[Line]:
-    """Declares the symbols that `lines` start with; returns the other lines."""
-    for index, line in enumerate(lines):
-        match = line.take(_SYMBOL)
-        if match is None:
-            return lines[index:]
-        line.end()
-        symbols.declare(match[1], match[2], match[3])
-    return []
+class _Said:
+    """What the arguments of a node say by name: the slot of a marker, or a record."""
+
+    def __init__(self, arguments: str) -> None:
+        said = _NAMED.findall(arguments)
+        self.role = next((found for key, found in said if key == "role"), "")
+        self.slot = next((_unquoted(found) for key, found in said if key == "slot"), "")
+        self.units = [_unquoted(found) for key, found in said if key == "unit"]
+        names = [re.findall(_NAME, found) for key, found in said if key == "of"]
+        self.claims = [
+            (unit, _full_name(name, unit)) for unit, each in zip(self.units, names, strict=False) for name in each
+        ]
 
 
-def _with_slots(lines: Iterable[Line]) -> list[tuple[Line, list[Line]]]:
-    """Each line with the indented ones below it."""
-    groups: list[tuple[Line, list[Line]]] = []
-    for line in lines:
-        if not line.text.startswith(" "):
-            groups.append((line, []))
-        elif groups:
-            groups[-1][1].append(line)
-        else:
-            raise line.error("an indented line belongs below an input with role=flat")
-    return groups
+def _unquoted(name: str) -> str:
+    return ast.literal_eval(name) if name[0] in "'\"" else name
 
 
-@dataclasses.dataclass
-class _Call:
-    """What stands between the brackets of a line."""
-
-    args: list[Any] = dataclasses.field(default_factory=list)
-    kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
-    slot: str | None = None
-    role: str | None = None
-    unit: str | None = None
-    claims: list[tuple[str, str]] | None = None
+def _full_name(text: str, unit: str) -> str:
+    name = _unquoted(text)
+    return unit + name if name.startswith(".") else name
 
 
 class _Reader:
-    """The graph so far, and the names that its lines may refer to."""
+    """The graph so far, and the names that its lines may refer to.
 
-    def __init__(self, phase: Phase, device: str) -> None:
-        self.phase = phase
-        self.device = device
-        self.symbols = SymbolTable()
-        self.mode = FakeTensorMode(shape_env=self.symbols.env)
+    Attributes:
+        at: Number and text of the line that is read.
+        places: Where each parameter lies, by its unit and name.
+        declared: The parameters of each input that says where they lie, by the number of its line.
+    """
+
+    def __init__(self) -> None:
+        self.at = (1, "")
+        self.phase, self.device = Phase.FORWARD, "cpu"
+        self.env = ShapeEnv()
+        self.symbols: dict[str, Any] = {}
+        self.mode = FakeTensorMode(shape_env=self.env)
         self.root = torch.nn.Module()
         self.graph = fx.Graph()
         self.nodes: dict[str, fx.Node] = {}
         self.places: dict[tuple[str, str], UnshardSpec] = {}
-        self.is_finished = False
+        self.declared: dict[int, list[tuple[str, str]]] = {}
 
-    def read(self, line: Line, slots: list[Line]) -> None:
-        """Adds the node of one line."""
-        if self.is_finished:
-            raise line.error("nothing may follow `return`")
-        if line.takes("return "):
-            self.graph.output(read_value(line, self.nodes, self.symbols.sizes))
-            self.is_finished = True
-            line.end()
-            return
-        name = read_node_name(line)
+    def read(self, lines: Sequence[tuple[int, str]]) -> StepGraph:
+        """Reads all lines, of which the first one is the header."""
+        self.at = lines[0] if lines else self.at
+        header, is_finished = _HEADER.fullmatch(self.at[1]), False
+        if header is None:
+            raise ConfigError("expected the header of a graph", instead="graph forward on cpu")
+        self.phase, self.device = Phase(header[1]), header[2]
+        self._read_places(lines[1:])
+        for self.at in lines[1:]:
+            line = self.at[1]
+            if line.startswith(" "):
+                continue
+            if is_finished:
+                raise ConfigError("nothing may follow `return`")
+            if symbol := _SYMBOL.fullmatch(line):
+                self._declare(symbol[1], symbol[2], symbol[3])
+            elif line.startswith("return "):
+                self.graph.output(self._value(line.removeprefix("return ")))
+                is_finished = True
+            else:
+                self._read_node(*self.at)
+        if not is_finished:
+            raise ConfigError("the graph does not end", instead="return (%a, %b) in the last line")
+        return StepGraph(fx.GraphModule(self.root, self.graph), self.phase)
+
+    def _read_places(self, lines: Sequence[tuple[int, str]]) -> None:
+        """Reads where parameters lie, as saved ones may be inputs in front of the flat parameters that say so."""
+        claims, unit = None, ""
+        for self.at in lines:
+            number, line = self.at
+            if not line.startswith(" "):
+                node = _NODE.fullmatch(line)
+                said = _Said(node[3] if node else "")
+                declares = node is not None and node[2] == "input" and said.role in _DECLARING and said.units
+                claims, unit = (self.declared.setdefault(number, []), said.units[0]) if declares else (None, "")
+                continue
+            if claims is None:
+                raise ConfigError("an indented line belongs below an input with role=flat")
+            match = _SLOT.fullmatch(line)
+            if match is None:
+                raise ConfigError("expected the place of a parameter", instead=f".weight: {_SLOT_EXAMPLE}")
+            name = _full_name(match[1], unit)
+            try:
+                spec = read_specs.parse(match[2])
+            except ValueError as error:
+                raise ConfigError(str(error), instead=_SLOT_EXAMPLE) from error
+            if self.places.setdefault((unit, name), spec) != spec:
+                raise ConfigError(f"unit {unit} has another {name}", instead="names that tell units apart")
+            claims.append((unit, name))
+
+    def _read_node(self, number: int, line: str) -> None:
+        match = _NODE.fullmatch(line)
+        if match is None:
+            raise ConfigError("expected a node", instead="%y = aten.mm(%x, %w) : f32[3, 5]")
+        name, head, arguments, declared = match.groups()
         if name in self.nodes:
-            raise line.error(f"%{name} is made twice")
-        line.expect("=")
-        node = self._read_node(line, name, slots)
-        node.meta["stack_trace"] = f'File "graph text", line {line.number}, in {self.phase.value}\n{line.text}'
+            raise ConfigError(f"%{name} is made twice")
+        said, rest = _Said(arguments), _NAMED.sub("", arguments).strip().removeprefix(",")
+        match head:
+            case "input":
+                node = self.graph.placeholder(name)
+            case "attribute":
+                node = self.graph.create_node("get_attr", self._value(rest), name=name)
+            case _:
+                node = self._call(name, head, rest, said)
+        node.meta["stack_trace"] = f'File "graph text", line {number}, in {self.phase.value}\n{line}'
+        if said.role:
+            node.meta[KEY] = self._record(said, self.declared.get(number, []), is_input=head == "input")
+        if head in ("input", "attribute"):
+            node.meta["val"] = self._typed(declared)
+        else:
+            self._infer(node, head, declared)
+        if head == "attribute":
+            self.root.register_buffer(str(node.target), node.meta["val"])
         # fx renames nodes whose names are Python keywords or builtins.
         if node.name != name:
-            raise line.error(f"%{name} cannot be the name of a node", instead=f"%{node.name}")
+            raise ConfigError(f"%{name} cannot be the name of a node", instead=f"%{node.name}")
         self.nodes[name] = node
 
-    def _read_node(self, line: Line, name: str, slots: list[Line]) -> fx.Node:
-        head = line.take(_OPERATOR)
-        if head is None:
-            raise line.error("expected an operator", instead="aten.mm, all_gather, input, ...")
-        try:
-            target = head[0] if head[0] in ("input", "attribute") else read_operator(head[0])
-        except ConfigError as error:
-            line.position = head.start()
-            raise line.error(error.what, instead=error.instead) from None
-        line.expect("(")
-        call = _Call()
-        line.items(")", lambda: self._read_argument(line, call))
-        line.expect(":")
-        if slots and (head[0] != "input" or call.role not in _DECLARING):
-            raise slots[0].error("an indented line belongs below an input with role=flat")
-        if head[0] == "input":
-            return self._read_input(line, name, call, slots)
-        if head[0] == "attribute":
-            return self._read_attribute(line, name, call)
-        if call.slot is not None:
-            position = TEXT_POSITION.get(target, len(call.args))
-            call.args[position:position] = [self._slot_text(line, call, call.slot)]
-        node = self.graph.create_node("call_function", target, tuple(call.args), call.kwargs, name=name)
-        if call.role is not None:
-            node.meta[KEY] = self._serving(line, call)
-        self._infer(line, node, head[0])
-        return node
+    def _call(self, name: str, head: str, arguments: str, said: _Said) -> fx.Node:
+        target = _read_operator(head)
+        call = self._parsed(f"f({arguments})", arguments)
+        args = [self._evaluate(argument) for argument in call.args]
+        kwargs = {str(keyword.arg): self._evaluate(keyword.value) for keyword in call.keywords}
+        if said.slot:
+            flat = args[0].meta.get(KEY) if args and isinstance(args[0], fx.Node) else None
+            unit = flat.unit if flat is not None else next(iter(said.units), None)
+            if unit is None:
+                raise ConfigError(
+                    "slot= needs a flat parameter as the first argument",
+                    instead="fsdp_compile.unshard(%flat, slot=.weight)",
+                )
+            args.insert(TEXT_POSITION.get(target, len(args)), self._place(unit, _full_name(said.slot, unit)).text)
+        return self.graph.create_node("call_function", target, tuple(args), kwargs, name=name)
 
-    def _read_argument(self, line: Line, call: _Call) -> None:
-        key = line.take(_KEY)
-        match key[1] if key else None:
-            case None:
-                call.args.append(read_value(line, self.nodes, self.symbols.sizes))
-            case "slot":
-                call.slot = read_name(line)
-            case "role":
-                call.role = read_name(line)
-            case "unit":
-                call.unit = read_name(line)
-            case "of":
-                line.expect("[")
-                names = line.items("]", lambda: read_name(line))
-                if call.unit is None:
-                    raise line.error(_NO_RECORD, instead=_RECORD_EXAMPLE)
-                call.claims = [*(call.claims or ()), *((call.unit, read_parameter(name, call.unit)) for name in names)]
-            case str(name):
-                call.kwargs[name] = read_value(line, self.nodes, self.symbols.sizes)
-
-    def _read_input(self, line: Line, name: str, call: _Call, slots: list[Line]) -> fx.Node:
-        node = self.graph.placeholder(name)
-        node.meta["val"] = self._declared(line)
-        if call.role is not None:
-            is_beside = call.role in {role.value for role in INPUTS} - _DECLARING
-            if is_beside:
-                record = self._serving(line, call)
-            else:
-                if call.role not in _DECLARING or call.unit is None or not slots:
-                    what = "an input of ours is a flat parameter of a unit, with a line for each parameter below it"
-                    raise line.error(what, instead="input(role=flat, unit=layers.0)")
-                record = self._record(line, call, call.unit, [self._read_slot(slot, call.unit) for slot in slots])
-            # Inputs have the same record in both graphs, that of forward.
-            node.meta[KEY] = dataclasses.replace(record, phase=Phase.FORWARD)
-        return node
-
-    def _read_slot(self, slot: Line, unit: str) -> tuple[str, UnshardSpec]:
-        parameter = read_parameter(read_name(slot), unit)
-        slot.expect(":")
-        try:
-            spec = read_specs.parse(slot.rest())
-        except ValueError as error:
-            raise slot.error(str(error), instead=_SLOT_EXAMPLE) from error
-        if self.places.setdefault((unit, parameter), spec) != spec:
-            raise slot.error(f"unit {unit} has another {parameter}", instead="names that tell units apart")
-        return parameter, spec
-
-    def _read_attribute(self, line: Line, name: str, call: _Call) -> fx.Node:
-        (target,) = call.args or (None,)
-        if not isinstance(target, str) or not target.isidentifier():
-            raise line.error("expected the name of an attribute", instead="attribute('_tensor_constant0')")
-        value = self._declared(line)
-        self.root.register_buffer(target, value)
-        node = self.graph.create_node("get_attr", target, name=name)
-        node.meta["val"] = value
-        return node
-
-    def _slot_text(self, line: Line, call: _Call, slot: str) -> str:
-        record = call.args[0].meta.get(KEY) if call.args and isinstance(call.args[0], fx.Node) else None
-        unit = call.unit if record is None else record.unit
-        if unit is None:
-            raise line.error(
-                "slot= needs a flat parameter as the first argument",
-                instead="fsdp_compile.unshard(%flat, slot=.weight)",
+    def _record(self, said: _Said, declared: list[tuple[str, str]], *, is_input: bool) -> Record:
+        """The record of a node, with the parameters that the lines below it have declared."""
+        if said.role not in {role.value for role in Role}:
+            raise ConfigError(f"there is no role {said.role}", instead=", ".join(role.value for role in Role))
+        declares = is_input and said.role not in {role.value for role in INPUTS} - _DECLARING
+        if declares and not declared:
+            what = "an input of ours is a flat parameter of a unit, with a line for each parameter below it"
+            raise ConfigError(what, instead="input(role=flat, unit=layers.0)")
+        if not declares and not said.claims:
+            raise ConfigError(
+                "a record has a role, a unit and parameters", instead="role=gather, unit=layers.0, of=[.weight]"
             )
-        return self._place(line, unit, read_parameter(slot, unit)).text
+        claims = declared if declares else said.claims
+        units, names = [unit for unit, _ in claims], tuple(name for _, name in claims)
+        specs = tuple(self._place(unit, name) for unit, name in claims)
+        # Inputs have the same record in both graphs, that of forward.
+        phase, owners = Phase.FORWARD if is_input else self.phase, tuple(units) if len(set(units)) > 1 else ()
+        return Record(Role(said.role), units[0], names, specs, phase, owners)
 
-    def _serving(self, line: Line, call: _Call) -> Record:
-        """The record of a node whose parameters are declared elsewhere."""
-        if call.unit is None or call.claims is None:
-            raise line.error(_NO_RECORD, instead=_RECORD_EXAMPLE)
-        units = [unit for unit, _ in call.claims]
-        places = [(name, self._place(line, unit, name)) for unit, name in call.claims]
-        record = self._record(line, call, units[0] if units else call.unit, places)
-        return dataclasses.replace(record, owners=tuple(units)) if len(set(units)) > 1 else record
-
-    def _place(self, line: Line, unit: str, parameter: str) -> UnshardSpec:
-        if (unit, parameter) not in self.places:
-            known = ", ".join(name for owner, name in self.places if owner == unit)
-            raise line.error(
-                f"no flat parameter of unit {unit} holds {parameter}", instead=known or "declare it below an input"
+    def _place(self, unit: str, name: str) -> UnshardSpec:
+        if (unit, name) not in self.places:
+            known = ", ".join(other for owner, other in self.places if owner == unit)
+            raise ConfigError(
+                f"no flat parameter of unit {unit} holds {name}", instead=known or "declare it below an input"
             )
-        return self.places[unit, parameter]
+        return self.places[unit, name]
 
-    def _record(self, line: Line, call: _Call, unit: str, places: list[tuple[str, UnshardSpec]]) -> Record:
-        try:
-            role = Role(call.role)
-        except ValueError:
-            raise line.error(f"there is no role {call.role}", instead=", ".join(r.value for r in Role)) from None
-        return Record(role, unit, tuple(n for n, _ in places), tuple(spec for _, spec in places), self.phase)
-
-    def _declared(self, line: Line) -> Any:
-        with self.mode:
-            value = read_type(line, self.device, self.symbols.sizes)
-        line.end()
-        return value
-
-    def _infer(self, line: Line, node: fx.Node, operator: str) -> None:
-        start, declared = line.position, line.rest()
+    def _infer(self, node: fx.Node, head: str, declared: str) -> None:
         if _UNBACKED.search(declared):  # operators make up such symbols: there is nothing to infer
-            line.position = start
-            node.meta["val"] = self._declared(line)
+            node.meta["val"] = self._typed(declared)
             return
         try:
             node.meta["val"] = infer_value(node)
         except Exception as error:  # operators raise what they like
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise line.error(f"{operator} cannot take these arguments: {reason}") from error
+            raise ConfigError(f"{head} cannot take these arguments: {reason}") from error
         inferred = spell_type(node.meta["val"], self.device)
         if "".join(declared.split()) != "".join(inferred.split()):
-            line.position = start + 1
-            raise line.error(f"declared {declared}, but {operator} gives {inferred}", instead=inferred)
+            raise ConfigError(f"declared {declared}, but {head} gives {inferred}", instead=inferred)
+
+    def _typed(self, text: str) -> Any:
+        """A fake value of a declared type."""
+        if text == "none":
+            return None
+        if text[:1] in ("[", "("):
+            tensors = [self._typed(tensor[0]) for tensor in _TENSOR.finditer(text[1:-1])]
+            return tensors if text[0] == "[" else tuple(tensors)
+        if literal := re.fullmatch(r"(?:int|float|bool|str)\((.*)\)", text):
+            return ast.literal_eval(literal[1])
+        if text.startswith("sym("):
+            return self._value(text)
+        match = _TENSOR.fullmatch(text)
+        dtype = _WORDS.get(match[1]) if match else None
+        if match is None or not isinstance(dtype, torch.dtype):
+            _refuse_unshown(text)
+            raise ConfigError(
+                f"expected a type, not {text}",
+                instead="f32[4, 8], f32[4, 8] strides [1, 4], sym(s0), [f32[8], f32[8]] or none",
+            )
+        shape, device = self._value(f"[{match[2]}]"), match[4] or self.device
+        with self.mode:
+            if match[3] is None:
+                return torch.empty(shape, dtype=dtype, device=device)
+            strides = self._value(f"[{match[3]}]")
+            if len(strides) != len(shape):
+                raise ConfigError(f"{len(shape)} sizes have {len(strides)} strides")
+            return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+    def _value(self, text: str) -> Any:
+        return self._evaluate(self._parsed(text, text))
+
+    def _parsed(self, text: str, shown: str) -> Any:
+        """An expression as Python reads it, with each `%name` as an attribute of a name that no word has."""
+        source = _NODE_OR_STRING.sub(lambda found: found[1] or f"{_NODES}.{found[2]}", text.strip())
+        try:
+            return ast.parse(source, mode="eval").body
+        except SyntaxError:
+            _refuse_unshown(shown)
+            raise ConfigError(f"expected values, not {shown}", instead=_VALUES) from None
+
+    def _evaluate(self, tree: ast.expr) -> Any:  # noqa: PLR0911  one line per kind
+        match tree:
+            case ast.Constant(value=value):
+                return value
+            case ast.Attribute(value=ast.Name(id=owner), attr=name) if owner == _NODES:
+                if name not in self.nodes:
+                    raise ConfigError(f"%{name} is used before it is made")
+                return self.nodes[name]
+            case ast.List(elts=items):
+                return [self._evaluate(item) for item in items]
+            case ast.Tuple(elts=items):
+                return tuple(self._evaluate(item) for item in items)
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return -self._evaluate(operand)
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
+                return _BINARY[type(op)](self._evaluate(left), self._evaluate(right))
+            case ast.Call(func=ast.Name(id=name), args=items) if name in _CALLS:
+                return _CALLS[name](*map(self._evaluate, items))
+            case ast.Name(id=name):
+                return self._word(name)
+        raise ConfigError(f"expected a value, not {ast.unparse(tree)!r}", instead=_VALUES)
+
+    def _word(self, name: str) -> Any:
+        if name in self.symbols or name in _WORDS:
+            return self.symbols.get(name, _WORDS.get(name))
+        try:
+            return torch.device(name)
+        except RuntimeError:
+            raise ConfigError(
+                f"{name} is no constant, nor a symbol that the header declares", instead=_VALUES
+            ) from None
+
+    def _declare(self, name: str, lower: str, upper: str) -> None:
+        """Makes a symbol with a range from an integer or "-oo" to one or "oo"."""
+        bounds = [{"oo": int_oo, "-oo": -int_oo}.get(text) or sympy.Integer(int(text)) for text in (lower, upper)]
+        is_unbacked = name.startswith("u")  # a size that depends on data, such as the number of selected rows
+        symbol = sympy.Symbol(name, integer=True, positive=None if is_unbacked else True)
+        self.env.var_to_range[symbol] = ValueRanges(*bounds)
+        self.env.var_to_sources[symbol] = []
+        example = None
+        if not is_unbacked:
+            example = _EXAMPLE * (len(self.symbols) + 1)
+            example = example if lower == "-oo" else max(example, int(lower))
+            example = example if upper == "oo" else min(example, int(upper))
+            # Under the name that this torch has for it (a new one since 2.12).
+            name_of_examples = "backed_var_to_val" if hasattr(self.env, "backed_var_to_val") else "var_to_val"
+            getattr(self.env, name_of_examples)[symbol] = sympy.Integer(example)
+        self.symbols[name] = self.env.create_symintnode(symbol, hint=example)
+
+
+def _refuse_unshown(text: str) -> None:
+    if shown := _UNSHOWN.search(text):
+        raise ConfigError(f"{shown[0]} stands for something that text cannot hold", instead="a graph without it")
+
+
+def _read_operator(name: str) -> Callable[..., Any]:
+    """The target that a name stands for."""
+    for target, text in OPERATORS.items():
+        if text == name:
+            return target
+    namespace, _, rest = name.partition(".")
+    if namespace in ("operator", "math") or name.startswith("torch.sym_"):  # functions that compute with sizes
+        found = getattr({"operator": operator, "math": math, "torch": torch}[namespace], rest, None)
+        if callable(found):
+            return found
+    base, _, overload = rest.partition(".")
+    packet = getattr(getattr(torch.ops, namespace, None), base, None) if base else None
+    if packet is None:
+        near = difflib.get_close_matches(name, OPERATORS.values(), n=1)
+        instead = near[0] if near else "an operator of torch.ops such as aten.mm or aten.slice.Tensor"
+        raise ConfigError(f"there is no operator {name}", instead=instead)
+    if namespace == "higher_order":
+        return packet
+    if (overload or "default") not in packet.overloads():
+        spelled = [f"{namespace}.{base}.{known}".removesuffix(".default") for known in packet.overloads()]
+        raise ConfigError(f"{namespace}.{base} has no overload {overload or 'default'}", instead=" or ".join(spelled))
+    return getattr(packet, overload or "default")

@@ -1,4 +1,4 @@
-"""Graphs and plans as text.
+"""Graphs and plans as text, and what differs between two graphs.
 
 A graph has one canonical line per node, with its type and our record:
 
@@ -21,47 +21,75 @@ A plan of a pass is what it decided, node by node, as people and golden tests re
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import enum
 import itertools
+import operator
+import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
+from fsdp_compile._torch.distributed import collectives
 from fsdp_compile.ir.graph import DECLARING, Record, Role, StepGraph, record_of
 from fsdp_compile.ir.queries import GRADIENTS_OF_READS, TEXT_POSITION, read_text
-from fsdp_compile.ir.text.spelling import (
-    Size,
-    spell_dtype,
-    spell_name,
-    spell_operator,
-    spell_parameter,
-    spell_size,
-    spell_symbols,
-    spell_word,
-)
 from fsdp_compile.layout.spec import UnshardSpec
 from fsdp_compile.ops.embedding import AVERAGE_ROWS, LOOK_UP
 from fsdp_compile.ops.unshard import UNSHARD
 
+DTYPES: Final[dict[torch.dtype, str]] = {
+    torch.float64: "f64",
+    torch.float32: "f32",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.float8_e4m3fn: "f8e4m3fn",
+    torch.float8_e5m2: "f8e5m2",
+    torch.complex128: "c128",
+    torch.complex64: "c64",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint64: "u64",
+    torch.uint32: "u32",
+    torch.uint16: "u16",
+    torch.uint8: "u8",
+    torch.bool: "bool",
+}
+"""Short names; other dtypes have torch's."""
+OPERATORS: Final[dict[Any, str]] = {
+    operator.getitem: "getitem",
+    collectives.all_gather_into_tensor.default: "all_gather",
+    collectives.all_gather_into_tensor_coalesced.default: "all_gather_coalesced",
+    collectives.reduce_scatter_tensor.default: "reduce_scatter",
+    collectives.reduce_scatter_tensor_coalesced.default: "reduce_scatter_coalesced",
+    collectives.all_reduce.default: "all_reduce",
+    collectives.all_reduce_coalesced.default: "all_reduce_coalesced",
+    collectives.wait_tensor.default: "wait",
+}
+"""Operators with a name of their own; all others go by their qualified name, `aten.mm` or `aten.slice.Tensor`."""
+_BARE_NAME: Final = re.compile(r"[\w.\-/]+|\(root\)")
+Size = int | torch.SymInt
+
 
 def format_graph(step: StepGraph) -> str:
     """The canonical text of a graph, ending in a line feed."""
-    device = main_device(step)
-    lines = [f"graph {step.phase.value} on {device}"]
-    lines += [f"symbol {line}" for line in spell_symbols(_sizes(step))]
+    inputs = [n for n in step.graph.find_nodes(op="placeholder") if isinstance(n.meta.get("val"), torch.Tensor)]
+    first = next(step.nodes(Role.FLAT), inputs[0] if inputs else None)
+    device = "cpu" if first is None else first.meta["val"].device.type
+    lines = [f"graph {step.phase.value} on {device}", *_symbols(step)]
     for node in step.graph.nodes:
         lines += format_node(node, device)
     return "\n".join(lines) + "\n"
 
 
-def main_device(step: StepGraph) -> str:
-    """The kind of device that a graph runs on: that of its first flat parameter, else of its first tensor."""
-    inputs = [n for n in step.graph.find_nodes(op="placeholder") if isinstance(n.meta.get("val"), torch.Tensor)]
-    flat = next(step.nodes(Role.FLAT), inputs[0] if inputs else None)
-    return "cpu" if flat is None else flat.meta["val"].device.type
+def format_diff(before: str, after: str) -> str:
+    """What differs between two texts of `format_graph`, as a unified diff without context; empty if nothing does."""
+    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), "before", "after", lineterm="", n=0)
+    return "".join(f"{line}\n" for line in lines)
 
 
 def format_node(node: fx.Node, device: str) -> list[str]:
@@ -71,17 +99,14 @@ def format_node(node: fx.Node, device: str) -> list[str]:
     """
     if node.op == "output":
         return [f"return {_value(node.args[0])}"]
-    line = f"%{node.name} = {_head(node)}({', '.join(_arguments(node))}) : {node_type(node, device)}"
+    kind = {"placeholder": "input", "get_attr": "attribute"}.get(node.op) or _operator(node.target)
+    result = spell_type(node.meta["val"], device) if "val" in node.meta else "?"
+    line = f"%{node.name} = {kind}({', '.join(_arguments(node))}) : {result}"
     record = record_of(node)
     if record is None or not _declares(node, record):
         return [line]
     slots = zip(record.parameters, record.specs, strict=True)
-    return [line, *(f"  {spell_parameter(name, record.unit)}: {spec.text}" for name, spec in slots)]
-
-
-def node_type(node: fx.Node, device: str) -> str:
-    """The type of a node's result; `?` if the graph does not know."""
-    return spell_type(node.meta["val"], device) if "val" in node.meta else "?"
+    return [line, *(f"  {_parameter(name, record.unit)}: {spec.text}" for name, spec in slots)]
 
 
 def spell_type(value: Any, device: str) -> str:  # noqa: PLR0911  one line per kind
@@ -90,10 +115,15 @@ def spell_type(value: Any, device: str) -> str:  # noqa: PLR0911  one line per k
     `device` is the kind of device that is not mentioned.
     """
     match value:
+        case torch.Tensor() if value.layout is not torch.strided:
+            return f"<{_without_module(value.layout)} tensor>"
         case torch.Tensor():
-            return _tensor_type(value, device)
+            text = f"{_dtype(value.dtype)}[{_sizes(value.shape)}]"
+            strides = _sizes(value.stride())
+            text += f" strides [{strides}]" * (strides != _sizes(_contiguous_strides(value.shape)))
+            return text + f" on {value.device.type}" * (value.device.type != device)
         case torch.SymInt():
-            return f"sym({spell_size(value)})"
+            return _value(value)
         case torch.SymFloat() | torch.SymBool():
             return f"{type(value).__name__.lower()}({value.node.expr})"
         case bool() | int() | float() | str():
@@ -107,18 +137,19 @@ def spell_type(value: Any, device: str) -> str:  # noqa: PLR0911  one line per k
     return f"<{type(value).__name__}>"
 
 
-def _tensor_type(value: torch.Tensor, device: str) -> str:
-    if value.layout is not torch.strided:
-        return f"<{str(value.layout).removeprefix('torch.')} tensor>"
-    text = f"{spell_dtype(value.dtype)}[{', '.join(map(spell_size, value.shape))}]"
-    strides = [spell_size(s) for s in value.stride()]
-    if strides != [spell_size(s) for s in contiguous_strides(value.shape)]:
-        text += f" strides [{', '.join(strides)}]"
-    return text if value.device.type == device else f"{text} on {value.device.type}"
+def _without_module(constant: object) -> str:
+    return str(constant).removeprefix("torch.")
 
 
-def contiguous_strides(shape: torch.Size) -> list[Size]:
-    """Strides, in elements, of a contiguous tensor."""
+def _dtype(dtype: torch.dtype) -> str:
+    return DTYPES.get(dtype) or _without_module(dtype)
+
+
+def _sizes(sizes: tuple[Size, ...] | list[Size]) -> str:
+    return ", ".join(str(size.node.expr) if isinstance(size, torch.SymInt) else str(size) for size in sizes)
+
+
+def _contiguous_strides(shape: torch.Size) -> list[Size]:
     strides: list[Size] = []
     step: Size = 1
     for size in reversed(shape):
@@ -127,22 +158,38 @@ def contiguous_strides(shape: torch.Size) -> list[Size]:
     return strides
 
 
-def _sizes(step: StepGraph) -> Iterator[torch.SymInt]:
-    for node in step.graph.nodes:
-        for value in tree_leaves(node.meta.get("val")):
-            found = [*value.shape, *value.stride()] if isinstance(value, torch.Tensor) else [value]
-            yield from (size for size in found if isinstance(size, torch.SymInt))
+def _symbols(step: StepGraph) -> list[str]:
+    """One line per symbol in the sizes of a graph, sorted by name."""
+    # Ranges alone: example sizes ("hints") may differ between ranks.
+    ranges: dict[str, str] = {}
+    for value in tree_leaves([node.meta.get("val") for node in step.graph.nodes]):
+        for size in [*value.shape, *value.stride()] if isinstance(value, torch.Tensor) else [value]:
+            for symbol in size.node.expr.free_symbols if isinstance(size, torch.SymInt) else ():
+                known = size.node.shape_env.var_to_range.get(symbol)
+                bounds = (0, "oo") if known is None else (known.lower, known.upper)
+                ranges.setdefault(str(symbol), "[{}, {}]".format(*(str(b).replace("int_oo", "oo") for b in bounds)))
+    return [f"symbol {name} in {ranges[name]}" for name in sorted(ranges)]
 
 
-def _head(node: fx.Node) -> str:
-    match node.op:
-        case "placeholder":
-            return "input"
-        case "get_attr":
-            return "attribute"
-        case "call_function":
-            return spell_operator(node.target)
-    return f"{node.op}.{node.target}"
+def _operator(target: Any) -> str:
+    if target in OPERATORS:
+        return OPERATORS[target]
+    if isinstance(target, type(torch.ops.aten.mm.default)):
+        return str(target).removesuffix(".default")
+    if getattr(target, "namespace", None) == "higher_order":
+        return f"higher_order.{target}"
+    module = getattr(target, "__module__", type(target).__module__)
+    return f"{'operator' if module == '_operator' else module}.{getattr(target, '__name__', type(target).__name__)}"
+
+
+def _name(name: str) -> str:
+    """The name of a unit or parameter, in quotes if it has characters that mean something else."""
+    return name if _BARE_NAME.fullmatch(name) else repr(name)
+
+
+def _parameter(name: str, unit: str) -> str:
+    """A parameter's name below its unit: `.attention.weight` in unit `layers.0`."""
+    return _name(name.removeprefix(unit) if name.startswith(unit + ".") else name)
 
 
 def _arguments(node: fx.Node) -> Iterator[str]:
@@ -156,7 +203,16 @@ def _arguments(node: fx.Node) -> Iterator[str]:
         yield f"slot={slot}"
     for key, value in node.kwargs.items():
         yield f"{key}={_value(value)}"
-    yield from _record(node)
+    record = record_of(node)
+    if record is None:
+        return
+    yield f"role={record.role.value}"
+    if _declares(node, record):
+        yield f"unit={_name(record.unit)}"
+        return
+    for unit, claims in itertools.groupby(record.claims, lambda claim: claim[0]):
+        yield f"unit={_name(unit)}"
+        yield f"of=[{', '.join(_parameter(name, unit) for _, name in claims)}]"
 
 
 def _slot(node: fx.Node) -> str | None:
@@ -171,20 +227,7 @@ def _slot(node: fx.Node) -> str | None:
         return None
     places: dict[Any, str] = {spec.text: name for name, spec in zip(record.parameters, record.specs, strict=True)}
     text = read_text(node)
-    return spell_parameter(places[text], record.unit) if text in places else None
-
-
-def _record(node: fx.Node) -> Iterator[str]:
-    record: Record | None = record_of(node)
-    if record is None:
-        return
-    yield f"role={record.role.value}"
-    if _declares(node, record):
-        yield f"unit={spell_name(record.unit)}"
-        return
-    for unit, claims in itertools.groupby(record.claims, lambda claim: claim[0]):
-        yield f"unit={spell_name(unit)}"
-        yield f"of=[{', '.join(spell_parameter(name, unit) for _, name in claims)}]"
+    return _parameter(places[text], record.unit) if text in places else None
 
 
 def _declares(node: fx.Node, record: Record) -> bool:
@@ -193,9 +236,6 @@ def _declares(node: fx.Node, record: Record) -> bool:
 
 
 def _value(value: Any) -> str:  # noqa: PLR0911  one line per kind
-    word = spell_word(value)
-    if word is not None:
-        return word
     match value:
         case fx.Node():
             return f"%{value.name}"
@@ -204,7 +244,13 @@ def _value(value: Any) -> str:  # noqa: PLR0911  one line per kind
         case list():
             return f"[{', '.join(map(_value, value))}]"
         case torch.SymInt():
-            return f"sym({spell_size(value)})"
+            return f"sym({_sizes([value])})"
+        case torch.dtype():
+            return _dtype(value)
+        case torch.device():  # without its index, which differs between ranks
+            return value.type
+        case torch.memory_format() | torch.layout():
+            return _without_module(value)
         case None | bool() | int() | float() | str():
             return repr(value)
     return f"<{type(value).__name__}>"
@@ -249,7 +295,7 @@ def _inline(value: Any) -> str:
         case fx.Node():
             return f"%{value.name}"
         case Record():
-            return f"{spell_name(value.unit)}[{', '.join(spell_parameter(p, value.unit) for p in value.parameters)}]"
+            return f"{_name(value.unit)}[{', '.join(_parameter(p, value.unit) for p in value.parameters)}]"
         case UnshardSpec():
             return f"({value.text})"
         case enum.Enum():

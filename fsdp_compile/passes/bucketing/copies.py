@@ -15,7 +15,7 @@ a unit needs them, and the message is free when the first unit has read its own:
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -26,6 +26,8 @@ from fsdp_compile.ir.graph import Role, StepGraph
 from fsdp_compile.ir.queries import first_of
 from fsdp_compile.layout.messages import cast, narrow, view
 from fsdp_compile.passes.bucketing.messages import Message, ParamCollective, joint_record
+
+aten = torch.ops.aten
 
 
 def cast_together(b: GraphBuilder, runs: Iterable[Message]) -> Mapping[Message, fx.Node]:
@@ -69,9 +71,6 @@ def _end(run: Message) -> int:
     return run.begin + run.span
 
 
-aten = torch.ops.aten
-
-
 def copy_together(
     step: StepGraph, piece: Message, message: fx.Node, order: dict[fx.Node, int]
 ) -> dict[ParamCollective, fx.Node]:
@@ -81,60 +80,36 @@ def copy_together(
         For each parameter that is in a copy, its part of it, `[numel]`.
     """
     parts: dict[ParamCollective, fx.Node] = {}
-    units_of_piece = (tuple(singles) for _, singles in itertools.groupby(piece.singles, lambda single: single.flat))
-    # Neighbours that have parameters of the same shapes in the same order.
-    for _, same_layout in itertools.groupby(
-        units_of_piece,
-        lambda unit: [(s.spec.shape, s.spec.dim, s.spec.order, s.spec.extent, s.spec.shard_numel) for s in unit],
+    for units in _alike(piece):
+        begin, stride, count = piece.starts[units[0][0]], sum(single.spec.extent for single in units[0]), len(units)
+        for same in zip(*units, strict=True):
+            spec, offset = same[0].spec, piece.starts[same[0]] - begin
+            b = GraphBuilder(step.graph, joint_record(same, Role.COPY_OUT), same[0].start)
+            with step.graph.inserting_before(first_of([single.end for single in same], order)):
+                rows = narrow(b, view(b, message, [spec.size, piece.span]), 1, begin, begin + count * stride)
+                by_unit = b.call(aten.view.default, rows, [spec.size, count, stride])
+                part = narrow(b, by_unit, 2, offset, offset + spec.shard_numel)
+                in_order = b.call(aten.permute.default, part, [1, 0, 2])
+                copy = b.call(aten.clone.default, in_order, memory_format=torch.contiguous_format)
+                copy.meta[WRITTEN] = True  # or each reader would copy its part by itself
+                numel = spec.size * spec.shard_numel
+                whole = b.call(aten.view.default, copy, [count * numel])
+            for index, single in enumerate(same):
+                b = GraphBuilder(step.graph, joint_record([single], Role.COPY_OUT), single.start)
+                with step.graph.inserting_before(single.end):
+                    parts[single] = narrow(b, whole, 0, index * numel, (index + 1) * numel)
+    return parts
+
+
+def _alike(piece: Message) -> Iterator[list[tuple[ParamCollective, ...]]]:
+    """Neighbouring units with parameters of the same shapes in the same order, whose ranks' parts are rows of them."""
+    units = (tuple(singles) for _, singles in itertools.groupby(piece.singles, lambda single: single.flat))
+    for _, found in itertools.groupby(
+        units, lambda unit: [(s.spec.shape, s.spec.dim, s.spec.order, s.spec.extent, s.spec.shard_numel) for s in unit]
     ):
-        units = list(same_layout)
-        if len(units) > 1 and all(map(_lies_in_rows, units[0])):
-            begin, stride = piece.starts[units[0][0]], sum(single.spec.extent for single in units[0])
-            for same in zip(*units, strict=True):
-                offset = piece.starts[same[0]] - begin
-                copy = _copy(step, message, same, piece.span, (begin, stride, offset), order)
-                parts |= _parts(step, copy, same)
-    return parts
-
-
-def _lies_in_rows(single: ParamCollective) -> bool:
-    """Whether the ranks' parts of a parameter, one after the other, are the parameter."""
-    spec = single.spec
-    return spec.dim == 0 and spec.size > 1 and not spec.order and spec.padded_shape == spec.shape
-
-
-def _copy(
-    step: StepGraph,
-    message: fx.Node,
-    same: Sequence[ParamCollective],
-    span: int,
-    place: tuple[int, int, int],
-    order: dict[fx.Node, int],
-) -> fx.Node:
-    """`[units * numel]`: one parameter of each unit, out of `[size, span]`.
-
-    `place` is where in a rank's span the first unit begins, the elements of a unit, and where in them the parameter
-    begins.
-    """
-    spec, units = same[0].spec, len(same)
-    begin, stride, offset = place
-    first = first_of([single.end for single in same], order)
-    b = GraphBuilder(step.graph, joint_record(same, Role.COPY_OUT), same[0].start)
-    with step.graph.inserting_before(first):
-        rows = narrow(b, view(b, message, [spec.size, span]), 1, begin, begin + units * stride)
-        by_unit = b.call(aten.view.default, rows, [spec.size, units, stride])
-        part = narrow(b, by_unit, 2, offset, offset + spec.shard_numel)
-        in_order = b.call(aten.permute.default, part, [1, 0, 2])
-        copy = b.call(aten.clone.default, in_order, memory_format=torch.contiguous_format)
-        copy.meta[WRITTEN] = True  # or each reader would copy its part by itself
-        return b.call(aten.view.default, copy, [units * spec.size * spec.shard_numel])
-
-
-def _parts(step: StepGraph, copy: fx.Node, same: Sequence[ParamCollective]) -> dict[ParamCollective, fx.Node]:
-    numel = same[0].spec.size * same[0].spec.shard_numel
-    parts = {}
-    for index, single in enumerate(same):
-        b = GraphBuilder(step.graph, joint_record([single], Role.COPY_OUT), single.start)
-        with step.graph.inserting_before(single.end):
-            parts[single] = b.call(aten.slice.Tensor, copy, 0, index * numel, (index + 1) * numel)
-    return parts
+        alike = list(found)
+        specs = [single.spec for single in alike[0]]
+        if len(alike) > 1 and all(
+            s.dim == 0 and s.size > 1 and not s.order and s.padded_shape == s.shape for s in specs
+        ):
+            yield alike

@@ -12,7 +12,7 @@
    larger than it would be if every unit were split.
    The graph of a block may be at an edge of its model or not: its unit is always split, into pieces so large that
    latencies take 1 % of the time. A message may stay for both phases, so both have the same pieces.
-3. `join_gathers`, `join_reductions`: neighbouring units share a collective if they are so small that its latency takes
+3. `join_neighbours`: neighbouring units share a collective if they are so small that its latency takes
    most of its time (40 gathers of 5 KB -> 2 gathers of 100 KB). Unsharded parameters, and full gradients that wait for
    their reduction, grow by no more than the bytes given.
 
@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 
 from torch import fx
 
@@ -36,7 +36,6 @@ from fsdp_compile.ir.queries import InputsByFlat
 from fsdp_compile.layout.hosts import GroupRanks
 from fsdp_compile.passes.bucketing.messages import (
     Bucket,
-    Packing,
     ParamCollective,
     by_offset,
     collective_of,
@@ -55,7 +54,7 @@ def cheapest_bucket(singles: Sequence[ParamCollective], hardware: Hardware | Non
         return apart
     if any(s.is_post_forward or s.spec.gather_format or s.spec.hook or partials.of(s.flat) for s in singles):
         return apart
-    packed = make_bucket(singles, Packing.PACKED)
+    packed = make_bucket(singles, packs_large=True)
     saved_us = (len(apart.pieces) - len(packed.pieces)) * hardware.link_of(singles[0].ranks).message.value
     # Packed, what would otherwise be used in place is copied.
     together = (single for piece in packed.pieces if len(piece.singles) > 1 for single in piece.singles)
@@ -89,58 +88,39 @@ class Edges:
     hardware: Hardware
     whole: bool
 
-    def split_gathers(self, groups: Groups) -> Groups:
-        """Splits groups, in the order in which they are read, that would delay computing from their first use on."""
-        least_us, over_us = self.total_us, 0.0
-        for run in (run for group in groups for run in self._first_runs(group)):
-            over_us += self._time_us(run, Kind.GATHER)
-            least_us = max(least_us, over_us + self._left_us(run))
+    def split(self, groups: Groups, kind: Kind) -> Groups:
+        """Splits groups that would delay the end of the graph.
+
+        Args:
+            groups: Of gathers, in the order in which they are read; of reductions, in that in which they are ready.
+            kind: Of their collectives.
+        """
+        inwards = groups if kind is Kind.GATHER else groups[::-1]
+        runs = [self._runs(group, kind) for group in inwards]
+        least_us, link_us = self.total_us, 0.0
+        for run in itertools.chain.from_iterable(runs):
+            link_us += self._time_us(run, kind)
+            least_us = max(least_us, link_us + self._computing_us(run, kind))
         done: Groups = []
-        over_us = 0.0
-        for group in groups:
-            over_us += self._time_us(group, Kind.GATHER)
-            late = over_us + self._left_us(group) > NEAR * least_us
-            done += self._first_runs(group) if late or not self.whole else [group]
-        return done
+        link_us = 0.0
+        for group, cut in zip(inwards, runs, strict=True):
+            link_us += self._time_us(group, kind)
+            late = link_us + self._computing_us(group, kind) > NEAR * least_us
+            done += cut if late or not self.whole else [group]
+        return done if kind is Kind.GATHER else done[::-1]
 
-    def split_reductions(self, groups: Groups) -> Groups:
-        """Splits groups, in the order in which they are ready, that would delay the end of the graph."""
-        least_us, left_us = self.total_us, 0.0
-        for run in (run for group in groups[::-1] for run in self._last_runs(group)[::-1]):
-            left_us += self._time_us(run, Kind.REDUCE)
-            least_us = max(least_us, self._ready_us(run) + left_us)
-        done: Groups = []
-        left_us = 0.0
-        for group in groups[::-1]:
-            left_us += self._time_us(group, Kind.REDUCE)
-            late = self._ready_us(group) + left_us > NEAR * least_us
-            done = (self._last_runs(group) if late or not self.whole else [group]) + done
-        return done
+    def _computing_us(self, singles: Sequence[ParamCollective], kind: Kind) -> float:
+        """Time of computing from the first use of any of them on, or until the last of their gradients is there."""
+        before_us = [self.before_us[single.start] for single in singles]
+        return self.total_us - min(before_us) if kind is Kind.GATHER else max(before_us)
 
-    def _left_us(self, singles: Sequence[ParamCollective]) -> float:
-        """Time of computing from the first use of any of them on."""
-        return self.total_us - min(self.before_us[single.start] for single in singles)
-
-    def _ready_us(self, singles: Sequence[ParamCollective]) -> float:
-        """Time of computing until the last of their gradients is there."""
-        return max(self.before_us[single.start] for single in singles)
-
-    def _first_runs(self, singles: Sequence[ParamCollective]) -> Groups:
-        """Cuts a sequence from its beginning."""
-        if self.whole:
-            return self._runs(singles, Kind.GATHER)
-        runs = self._runs(by_offset(singles), Kind.GATHER)
-        return sorted(runs, key=lambda run: min(self.before_us[single.start] for single in run))
-
-    def _last_runs(self, singles: Sequence[ParamCollective]) -> Groups:
-        """Cuts a sequence from its end."""
-        runs = self._runs(singles[::-1], Kind.REDUCE)
-        return [run[::-1] for run in runs[::-1]] if len(runs) > 1 else [list(singles)]
-
-    def _runs(self, singles: Sequence[ParamCollective], kind: Kind) -> Groups:
-        """Cuts a sequence into runs of enough bytes."""
+    def _runs(self, singles: list[ParamCollective], kind: Kind) -> Groups:
+        """Cuts a sequence, from the end that is nearer to the edge of the graph, into runs of enough bytes."""
+        inwards = singles if kind is Kind.GATHER else singles[::-1]
+        if kind is Kind.GATHER and not self.whole:
+            inwards = by_offset(singles)
         # Small ones are one message, so they stay together.
-        ordered = [s for s in singles if is_small(s)] + [s for s in singles if not is_small(s)]
+        ordered = [s for s in inwards if is_small(s)] + [s for s in inwards if not is_small(s)]
         runs: Groups = [[]]
         run_bytes = 0
         for single in ordered:
@@ -151,20 +131,20 @@ class Edges:
             run_bytes += _shard_bytes(single)
         if len(runs) > 1 and not self._is_enough(run_bytes, runs[-1][0].ranks, kind):
             runs[-2:] = [runs[-2] + runs[-1]]
-        return runs
+        if kind is Kind.GATHER:
+            return runs if self.whole else sorted(runs, key=lambda run: -self._computing_us(run, kind))
+        return [run[::-1] for run in runs] if len(runs) > 1 else [singles]
 
     def _is_enough(self, shard_bytes: int, ranks: GroupRanks, kind: Kind) -> bool:
         latency_us = self.hardware.collective_us(kind.value, 0, ranks)
         least = LEAST_LATENCIES if self.whole else LEAST_LATENCIES_OF_PART
-        enough: bool = self._sending_us(shard_bytes, ranks, kind) >= (1 + least) * latency_us
-        return enough
+        return self._sending_us(shard_bytes, ranks, kind) >= (1 + least) * latency_us
 
     def _time_us(self, singles: Sequence[ParamCollective], kind: Kind) -> float:
         return self._sending_us(sum(map(_shard_bytes, singles)), singles[0].ranks, kind)
 
     def _sending_us(self, shard_bytes: int, ranks: GroupRanks, kind: Kind) -> float:
-        time_us: float = self.hardware.collective_us(kind.value, shard_bytes * (ranks.size - 1), ranks)
-        return time_us
+        return self.hardware.collective_us(kind.value, shard_bytes * (ranks.size - 1), ranks)
 
 
 def _shard_bytes(single: ParamCollective) -> int:
@@ -190,46 +170,31 @@ def worth_joining_bytes(hardware: Hardware, ranks: GroupRanks) -> int:
     return round(LEAST_LATENCIES * waiting_us * hardware.bytes_per_s(ranks) / 1e6)
 
 
-def join_gathers(groups: Groups, limit_bytes: int, partials: InputsByFlat) -> Groups:
-    """Joins neighbours among groups of gathers, which are in the order in which they are needed."""
-    return _join_neighbours(groups, limit_bytes, partials)
+def join_neighbours(groups: Groups, limit_bytes: int, partials: InputsByFlat) -> Groups:
+    """Joins groups of one kind of collective with no large one between them, up to a limit.
 
-
-def join_reductions(groups: Groups, limit_bytes: int, order: dict[fx.Node, int], partials: InputsByFlat) -> Groups:
-    """Joins neighbours among groups of reductions, in the order in which their last gradients are ready."""
-    if limit_bytes == 0:
-        return groups
-    ordered = sorted(groups, key=lambda group: max(order[single.start] for single in group))
-    return _join_neighbours(ordered, limit_bytes, partials)
-
-
-@dataclasses.dataclass
-class _Open:
-    """A group that more can join, and its bytes."""
-
-    singles: list[ParamCollective]
-    size_bytes: int
-
-
-def _join_neighbours(groups: Iterable[Sequence[ParamCollective]], limit_bytes: int, partials: InputsByFlat) -> Groups:
-    """Groups with no large one between them, of one kind of collective, up to a limit; others are not joined."""
+    Args:
+        groups: In the order in which gathers are needed, or in which the last gradients are ready.
+        limit_bytes: Of full parameters or gradients that share a collective.
+        partials: The inputs with accumulated reduce-scattered gradients.
+    """
     done: Groups = []
-    last: dict[Hashable, _Open] = {}
+    open_bytes: dict[Hashable, tuple[list[ParamCollective], int]] = {}  # groups that more can join, and their bytes
     for group in groups:
         size_bytes = sum(single.full_bytes for single in group)
         if size_bytes > limit_bytes:
             # Joining across it would gather units long before, or reduce them long after, their own time.
-            last.clear()
+            open_bytes.clear()
         kinds = {(collective_of(single), single.spec.reshard) for single in group}
         joins = len(kinds) == 1 and all(can_be_joined(single, partials) for single in group)
         kind = kinds.pop() if joins else None
-        before = last.get(kind) if kind is not None else None
-        if before is not None and before.size_bytes + size_bytes <= limit_bytes:
-            before.singles.extend(group)
-            before.size_bytes += size_bytes
-            continue
-        done.append(list(group))
-        last[kind] = _Open(done[-1], size_bytes)
+        before, before_bytes = open_bytes.get(kind, ([], 0)) if joins else ([], 0)
+        if before and before_bytes + size_bytes <= limit_bytes:
+            before.extend(group)
+            open_bytes[kind] = before, before_bytes + size_bytes
+        else:
+            done.append(list(group))
+            open_bytes[kind] = done[-1], size_bytes
     return done
 
 

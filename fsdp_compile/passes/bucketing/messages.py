@@ -8,7 +8,6 @@ into one piece.
 from __future__ import annotations
 
 import dataclasses
-import enum
 import functools
 import itertools
 from collections.abc import Hashable, Iterable, Sequence
@@ -25,28 +24,13 @@ from fsdp_compile.layout.hosts import GroupRanks
 from fsdp_compile.layout.spec import UnshardSpec
 
 
-class Packing(enum.Enum):
-    """How parameters are grouped into messages."""
-
-    APART = "apart"
-    """Small neighbours together, each large parameter for itself."""
-    PACKED = "packed"
-    """All neighbours together."""
-
-
 @dataclasses.dataclass(frozen=True)
 class ParamCollective:
-    """One parameter's collectives, as insert-collectives left them.
+    """One parameter's collectives, as insert-collectives left them."""
 
-    Attributes:
-        start: The node that starts the first one.
-        flat: The flat parameter that it reads, or whose gradient it makes; or the post-forward shard of one parameter.
-        end: The full parameter, or the reduced shard.
-    """
-
-    start: fx.Node
-    flat: fx.Node
-    end: fx.Node
+    start: fx.Node  # starts the first one
+    flat: fx.Node  # the flat parameter of the parameter or gradient; or the post-forward shard that is gathered
+    end: fx.Node  # the full parameter, or the reduced shard
 
     @property
     def spec(self) -> UnshardSpec:
@@ -162,25 +146,21 @@ def by_offset(singles: Sequence[ParamCollective]) -> list[ParamCollective]:
     return sorted(singles, key=lambda s: (places[s.flat], s.spec.offset))
 
 
-def make_bucket(singles: Sequence[ParamCollective], packing: Packing = Packing.APART) -> Bucket:
-    """The parameters, in the order of their messages, as one bucket."""
-    return Bucket(tuple(_pieces(singles, packing)))
-
-
-def _pieces(singles: Sequence[ParamCollective], packing: Packing) -> list[Message]:
-    """Neighbours joined as `packing` says."""
+def make_bucket(singles: Sequence[ParamCollective], *, packs_large: bool = False) -> Bucket:
+    """The parameters, in the order of their messages, as one bucket; of several units, all small ones are one piece."""
     if len({require(single.start).unit for single in singles}) > 1:
         small = tuple(filter(is_small, singles))
-        return [Message(small)] * bool(small) + [Message((single,)) for single in singles if not is_small(single)]
+        large = [Message((single,)) for single in singles if not is_small(single)]
+        return Bucket((*[Message(small)] * bool(small), *large))
     pieces: list[list[ParamCollective]] = []
     for single in singles:
         last = pieces[-1][-1] if pieces else None
-        joins = packing is Packing.PACKED or (is_small(single) and last is not None and is_small(last))
+        joins = packs_large or (is_small(single) and last is not None and is_small(last))
         if last is not None and joins and _adjacent(last, single):
             pieces[-1].append(single)
         else:
             pieces.append([single])
-    return [Message(tuple(piece)) for piece in pieces]
+    return Bucket(tuple(Message(tuple(piece)) for piece in pieces))
 
 
 def is_small(single: ParamCollective) -> bool:
@@ -202,11 +182,7 @@ def joint_record(singles: Sequence[ParamCollective], role: Role) -> Record:
 
 
 def start_grouped(
-    b: GraphBuilder,
-    op: OpOverload,
-    args: tuple[object, ...],
-    pieces: Sequence[Message],
-    roles: tuple[Role, Role, Role],
+    b: GraphBuilder, op: OpOverload, args: tuple[object, ...], pieces: Sequence[Message], roles: tuple[Role, Role, Role]
 ) -> list[fx.Node]:
     """Records a grouped collective, its items and a wait for each; returns the waits.
 

@@ -21,7 +21,7 @@ from torch import fx
 
 from fsdp_compile.ir.graph import Phase, Role, record_of, require, role_of
 from fsdp_compile.layout.spec import Reshard, UnshardSpec, Update
-from fsdp_compile.verify.facts import Facts, Kind, dtype_of, is_models, memory_sources, shape_of, size_bytes
+from fsdp_compile.verify.facts import Facts, Kind, dtype_of, is_models, shape_of, size_bytes
 from fsdp_compile.verify.report import Finding
 from fsdp_compile.verify.trace_elements import WIRES, origin
 
@@ -145,20 +145,13 @@ def _ends(facts: Facts) -> dict[fx.Node, list[fx.Node]]:
     for gather, markers in facts.reshards.items():
         for marker in markers[:1]:
             found.setdefault(marker, []).append(gather)
-    for saved in facts.of_role(Role.SAVED_PARAM):
-        found.setdefault(max(_users_of(saved), key=facts.order.__getitem__, default=saved), []).append(saved)
+    last = {saved: saved for saved in facts.of_role(Role.SAVED_PARAM)}
+    for node, owners in facts.sharing({saved: frozenset([saved]) for saved in last}).items():
+        for saved in owners:
+            last[saved] = max(last[saved], *node.users, key=facts.order.__getitem__)
+    for saved, end in last.items():
+        found.setdefault(end, []).append(saved)
     return found
-
-
-def _users_of(saved: fx.Node) -> Iterator[fx.Node]:
-    """Nodes that read a saved parameter or a view of it."""
-    seen, todo = {saved}, [saved]
-    while todo:
-        shared = todo.pop()
-        yield from shared.users
-        views = {user for user in shared.users if shared in memory_sources(user)} - seen
-        seen |= views
-        todo.extend(views)
 
 
 def _too_early(facts: Facts) -> Iterator[Finding]:

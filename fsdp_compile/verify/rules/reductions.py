@@ -15,7 +15,7 @@ from torch import fx
 
 from fsdp_compile.ir.graph import GRADIENTS, MADE, Phase, Record, Role, require, role_of
 from fsdp_compile.layout.spec import GradPlacement, UnshardSpec, Update
-from fsdp_compile.verify.facts import WAIT, Facts, Kind, dtype_of, is_models, memory_sources, shape_of
+from fsdp_compile.verify.facts import NOTHING, WAIT, Facts, Kind, dtype_of, is_models, shape_of
 from fsdp_compile.verify.report import Finding
 from fsdp_compile.verify.trace_elements import Origin, Probe, Slot, all_slots, origin, probes, slots_of
 
@@ -259,21 +259,16 @@ def _wrong_arguments(facts: Facts, update: fx.Node, flat: fx.Node, gradient: fx.
 
 def _flat_memory(facts: Facts) -> dict[fx.Node, frozenset[fx.Node]]:
     """The flat parameters whose memory a node's result shares, or that a collective still sends."""
-    nothing: frozenset[fx.Node] = frozenset()
-    found = {flat: frozenset([flat]) for flat in facts.of_role(Role.FLAT)}
-    for node in facts.nodes:
-        shared = nothing.union(*(found.get(source, nothing) for source in memory_sources(node)))
-        if shared:
-            found[node] = found.get(node, nothing) | shared
+    found = facts.sharing({flat: frozenset([flat]) for flat in facts.of_role(Role.FLAT)})
     for gather in facts.of_kind(Kind.GATHER):
-        sent = nothing.union(*(found.get(message, nothing) for message in gather.sent))
+        sent = NOTHING.union(*(found.get(message, NOTHING) for message in gather.sent))
         if sent:  # until the wait, the gather reads its input
             found.update(dict.fromkeys((gather.start, *(n for nodes in gather.unfinished for n in nodes)), sent))
     for start in facts.nodes:
         is_own = is_models(start) and getattr(start.target, "namespace", "") == "_c10d_functional"
         if not is_own or start.target is WAIT:
             continue
-        sent = nothing.union(*(found.get(message, nothing) for message in start.all_input_nodes))
+        sent = NOTHING.union(*(found.get(message, NOTHING) for message in start.all_input_nodes))
         items = [user for user in start.users if user.target is getitem]
         found.update(dict.fromkeys((start, *items), sent))
     return found
