@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
-from fsdp_compile.cli import bench, calibrate, checkpoint, explain, opt, parity, plan, train
+from fsdp_compile.cli import calibrate, checkpoint, explain, opt, parity, plan, train
 from fsdp_compile.errors import ConfigError, FSDPCompileError, UnsupportedModelError
 
 
@@ -28,7 +28,7 @@ class Command(Protocol):
         """Do it, and return the exit status."""
 
 
-COMMANDS: Final[tuple[Command, ...]] = (train, checkpoint, explain, plan, calibrate, parity, bench, opt)
+COMMANDS: Final[tuple[Command, ...]] = (train, checkpoint, explain, plan, calibrate, parity, opt)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

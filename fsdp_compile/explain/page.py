@@ -1,4 +1,4 @@
-"""The report as plain data, as one page that loads nothing (HTML, style, script and data), and as a trace."""
+"""The report as plain data, and as one page that loads nothing: HTML, style, script and data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fsdp_compile.cost.memory import Holder
 from fsdp_compile.explain import tables
-from fsdp_compile.explain.report import GraphPlan, MemoryCurve
+from fsdp_compile.explain.report import MemoryCurve
 
 if TYPE_CHECKING:
     from fsdp_compile.explain.plan import Plan
@@ -83,45 +83,3 @@ def _thinned(memory: MemoryCurve, end_us: float) -> Iterator[dict[str, Any]]:
             "time_us": memory.time_us[index],
             "bytes": {holder.value: live[index] for holder, live in memory.live_bytes.items() if live[index]},
         }
-
-
-def trace_events(plan: Plan) -> dict[str, Any]:
-    """All lanes and the memory curve in the Trace Event format of Perfetto and chrome://tracing; times in us."""
-    lanes = {name: number for number, name in enumerate(("compute", "exposed", *plan.lanes))}
-    events = [_event("M", "process_name", 0, args={"name": f"{plan.title} on {plan.world_size} ranks"})]
-    events += [_event("M", "thread_name", number, args={"name": name}) for name, number in lanes.items()]
-    offset = 0.0
-    for graph in plan.graphs:
-        events += _events(graph, lanes, offset)
-        offset += graph.end_us
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def _event(kind: str, name: str, lane: int, **more: Any) -> dict[str, Any]:
-    return {"ph": kind, "name": name, "pid": 1, "tid": lane, **more}
-
-
-def _events(graph: GraphPlan, lanes: Mapping[str, int], offset: float) -> Iterator[dict[str, Any]]:
-    """What a graph that begins at `offset` computes, sends and holds."""
-
-    def run(name: str, lane: str, begin_us: float, taken_us: float, args: dict[str, Any]) -> dict[str, Any]:
-        return _event("X", name, lanes[lane], ts=offset + begin_us, dur=taken_us, args=args)
-
-    args: dict[str, Any]
-    for span in graph.spans:
-        args = {"phase": graph.phase.value, "first": span.first, "last": span.last, "flops": span.flops}
-        yield run(span.where or "compute", "compute", span.begin_us, span.end_us - span.begin_us, args)
-    for c in graph.sent:
-        shown = ("size_bytes", "sent_bytes", "dtype", "parameters", "exposed_us", "reason")
-        args = {name: to_plain(getattr(c, name)) for name in shown}
-        args |= {"start": c.start.node, "wait": c.wait.node if c.wait is not None else None}
-        yield run(f"{c.kind.value} {c.unit}", c.lane, c.begin_us, c.time_us, args)
-        if c.exposed_us > 0:
-            yield run(f"waits for {c.kind.value} {c.unit}", "exposed", c.end_us - c.exposed_us, c.exposed_us, {})
-    # One counter event wherever some sum changes; its tracks are stacked.
-    before: tuple[int, ...] = ()
-    for time_us, live in zip(graph.memory.time_us, zip(*graph.memory.live_bytes.values(), strict=True), strict=True):
-        if live != before:
-            named = {holder.value: held for holder, held in zip(graph.memory.live_bytes, live, strict=True)}
-            yield _event("C", "live bytes", lanes["compute"], ts=offset + time_us, args=named)
-            before = live

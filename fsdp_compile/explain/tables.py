@@ -122,8 +122,6 @@ def summary(plan: Plan) -> Iterator[tuple[str, str, str]]:
     padding = share(sum(unit.padding_bytes for unit in plan.units), held)
     numel = count(sum(unit.numel for unit in plan.units))
     yield "parameters", numel, f" in {len(plan.units)} units; {size(held)} per rank, padding {padding}"
-    if plan.sizes:
-        yield "open sizes", ", ".join(f"{name} {number}" for name, number in plan.sizes.items()), ""
     compute = time(plan.compute_us)
     yield "step", time(plan.step_us), f" = compute {compute} + exposed communication {time(plan.exposed_us)}"
     own = [c for graph in plan.graphs for c in graph.own]
@@ -187,13 +185,15 @@ def _collectives(title: str, graph: GraphPlan) -> Table:
         group = list(same)
         first = group[0]
         exposed = "hidden" if first.exposure is Exposure.HIDDEN else time(first.exposed_us) + " ea." * (len(group) > 1)
+        nodes = (first.start, first.wait, first.last_use, first.reshard)
+        places = ">".join(str(place.index) for place in nodes if place is not None)
         rows.append((
             _names([c.unit for c in group]),
             "\n".join(filter(None, (_SHORT[first.kind], _layout(first), first.link * several_links))),
             size(first.size_bytes),
             time(first.time_us),
             exposed,
-            f"{first.reason}\n{_places(first)}",
+            f"{first.reason}\n{places}",
         ))  # fmt: skip
     return Table(heading, ("unit", "what", "bytes ", "on link ", "exposed ", "because"), rows)
 
@@ -212,11 +212,6 @@ _SHORT: Final = {
     Kind.COPY_IN: "copy in",
     Kind.COPY_OUT: "copy out",
 }
-
-
-def _places(collective: Collective) -> str:
-    places = (collective.start, collective.wait, collective.last_use, collective.reshard)
-    return ">".join(f"{place.index}" for place in places if place is not None)
 
 
 def _layout(collective: Collective) -> str:

@@ -13,34 +13,12 @@ import torch
 
 from fsdp_compile.cli.checkpoint import step_folders
 from fsdp_compile.cli.main import main
-from fsdp_compile.cli.opt import default_passes, read_passes
+from fsdp_compile.cli.opt import read_passes
+from fsdp_compile.config.choices import DEFAULT_PASSES
 from fsdp_compile.cost.calibrated import load_hardware
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.passes.schedule_prefetch import SchedulePrefetch
 from tests.formats.samples import save_steps
-
-CHECKOUT = Path(__file__).parent.parent.parent
-
-
-def test_outside_a_checkout_it_says_where_benchmarks_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["bench"]) == 2
-    assert "root of a checkout" in capsys.readouterr().err
-
-
-def test_an_unknown_benchmark_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.chdir(CHECKOUT)
-    assert main(["bench", "steptime"]) == 2
-    assert "no benchmark steptime" in capsys.readouterr().err
-
-
-@pytest.mark.long
-def test_a_benchmark_gets_its_arguments(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.chdir(CHECKOUT)
-    assert main(["bench", "overhead", "--help"]) == 0
-    assert "python -m benchmarks.overhead" in capfd.readouterr().out
 
 
 @pytest.fixture(autouse=True)
@@ -126,15 +104,6 @@ def test_info_as_json(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "tied_to": "model.weight",
     }
     assert read["others"] == ["epoch"]
-
-
-def test_info_is_a_table_on_a_terminal(
-    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    assert main(["checkpoint", "info", str(file)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert any("model.tied" in line and "[3, 2]" in line and "tied to" in line for line in lines)
 
 
 def test_the_steps_of_a_run_are_found_in_its_folder(tmp_path: Path) -> None:
@@ -223,7 +192,7 @@ def test_its_output_is_its_input(
 ) -> None:
     assert main(["opt", graph]) == 0
     at_once = capsys.readouterr().out
-    for name in default_passes():
+    for name in DEFAULT_PASSES:
         assert main(["opt", "--passes", name, graph]) == 0
         monkeypatch.setattr("sys.stdin", io.StringIO(capsys.readouterr().out))
         graph = "-"
@@ -231,21 +200,15 @@ def test_its_output_is_its_input(
     assert capsys.readouterr().out == at_once
 
 
-def test_json_has_the_graph_plan_and_changes_of_every_pass(graph: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["opt", "--json", graph]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [one["name"] for one in found["passes"]] == list(default_passes())
-    assert found["passes"][-1]["graph"] == found["graph"]
-    assert found["passes"][0]["plan"].startswith("InsertPlan")
-    assert "removed 1: %read\n" in found["passes"][0]["diff"]
-
-
-@pytest.mark.parametrize(("show", "line"), [("plans", "ReshardPlan: kept=[]"), ("diffs", "fsdp_compile.reshard +1")])
+@pytest.mark.parametrize(
+    ("show", "line"),
+    [("plans", "ReshardPlan: kept=[]"), ("diffs", "fsdp_compile.reshard +1"), ("diffs", "removed 1: %read")],
+)
 def test_shows_plans_or_changes(show: str, line: str, graph: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["opt", "--show", show, graph]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert line in lines
-    assert [text for text in lines if text.startswith("# ")] == [f"# {name}" for name in default_passes()]
+    assert [text for text in lines if text.startswith("# ")] == [f"# {name}" for name in DEFAULT_PASSES]
 
 
 def test_verifies_on_request(graph: str, capsys: pytest.CaptureFixture[str]) -> None:

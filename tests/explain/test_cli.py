@@ -41,17 +41,16 @@ def test_the_built_in_model_is_explained_at_once(capsys: pytest.CaptureFixture[s
     assert max(map(len, out.splitlines())) <= 80
 
 
-def test_a_model_of_the_users_is_explained_as_json_page_and_trace(
+def test_a_model_of_the_users_is_explained_as_json_and_page(
     module: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    html, trace = tmp_path / "p.html", tmp_path / "p.json"
+    html = tmp_path / "p.html"
     argv = f"explain {module}:make --world-size 16 --lower eager --link 25 --device a100-sxm --json".split()
-    assert main([*argv, "--html", str(html), "--trace", str(trace)]) == 0
+    assert main([*argv, "--html", str(html)]) == 0
     data = json.loads(capsys.readouterr().out)
     assert (data["title"], data["world_size"]) == ("Stack", 16)
     assert data["hardware"]["link"]["rate"]["value"] == 25e9
     assert html.read_text(encoding="utf-8").startswith("<!doctype html>")
-    assert json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
 
 
 def test_parameters_are_gathered_in_the_dtype_that_was_asked_for(

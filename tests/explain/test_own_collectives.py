@@ -18,7 +18,6 @@ from fsdp_compile.cost.fusion import Fusion, plan_kernels
 from fsdp_compile.cost.hardware import hardware
 from fsdp_compile.cost.timeline import Event, Start, Wait, simulate, times_us
 from fsdp_compile.errors import UnsupportedModelError
-from fsdp_compile.explain.page import trace_events
 from fsdp_compile.explain.plan import Plan
 from fsdp_compile.layout.hosts import GroupRanks
 from fsdp_compile.passes.hide_own_collectives import HideOwnCollectives, HidePlan
@@ -86,8 +85,6 @@ def test_a_report_has_a_lane_for_each_group_on_its_link(per_host: int, links: tu
         assert 0 < own.exposed_us <= graph.exposed_us
         # Compute and what it waits for make up the graph: nothing is counted twice.
         assert graph.compute_us + graph.exposed_us == pytest.approx(graph.end_us)
-    lanes = [e["args"]["name"] for e in trace_events(plan)["traceEvents"] if e["name"] == "thread_name"]
-    assert lanes == ["compute", "exposed", *plan.lanes]
     assert "2 collectives" in str(plan)
     assert str(plan).split("lanes")[1].count("tp") >= 1
 
