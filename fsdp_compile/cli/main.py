@@ -1,4 +1,8 @@
-"""`fsdp-compile COMMAND ...`: finds the command and turns errors of the user's into one message."""
+"""`fsdp-compile COMMAND ...`: finds the command and turns errors of the user's into one message.
+
+A command is a module of this folder with `NAME`, `ABOUT`, `add_arguments(parser)` and `run(arguments)`, which returns
+the exit status.
+"""
 
 from __future__ import annotations
 
@@ -9,26 +13,13 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Any, Final, Protocol
+from types import ModuleType
+from typing import Any, Final
 
 from fsdp_compile.cli import calibrate, checkpoint, explain, opt, parity, plan, train
 from fsdp_compile.errors import ConfigError, FSDPCompileError, UnsupportedModelError
 
-
-class Command(Protocol):
-    """A module of this folder that is a command."""
-
-    NAME: str
-    ABOUT: str
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare the command's arguments."""
-
-    def run(self, arguments: argparse.Namespace) -> int:
-        """Do it, and return the exit status."""
-
-
-COMMANDS: Final[tuple[Command, ...]] = (train, checkpoint, explain, plan, calibrate, parity, opt)
+COMMANDS: Final[tuple[ModuleType, ...]] = (train, checkpoint, explain, plan, calibrate, parity, opt)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if unknown:
             raise _unknown_argument(unknown[0], arguments)
-        return arguments.run(arguments)
+        status: int = arguments.run(arguments)
     except (ConfigError, UnsupportedModelError) as error:
         # Below a launcher every rank finds the same mistake; one rank of each host reports it, as files differ by host.
         if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -49,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    return status
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -14,7 +14,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from benchmarks.lower_bound import lower_bound
 from fsdp_compile import MixedPrecision
 from fsdp_compile.cost.hardware import hardware
-from fsdp_compile.explain.api import explain
 from fsdp_compile.explain.plan import Plan
 from tests import long
 from tests.fake_world import fake_world
@@ -22,7 +21,6 @@ from tests.models.round_sizes import WIDTH, Broken, Partial, Stack, explained
 
 LINKS = (0.05, 1.0, 50.0)
 """GB/s: the link decides, neither does, computing does."""
-EAGER: dict[str, Any] = {"lower": "eager"}
 
 
 class _Looked(nn.Module):
@@ -38,11 +36,8 @@ class _Looked(nn.Module):
 
 
 def _plan(model: type[nn.Module], gb_per_s: float, **options: object) -> Plan:
-    if model is not _Looked:
-        return explained(model, 4, hardware(link=gb_per_s), **options)
-    with torch.device("meta"):
-        made, rows = model(), torch.zeros(512, dtype=torch.long)
-    return explain(made, rows, world_size=4, options={**EAGER, **options}, hardware=hardware(link=gb_per_s))
+    x = torch.zeros(512, dtype=torch.long) if model is _Looked else 64
+    return explained(model, 4, hardware(link=gb_per_s), x, **options)
 
 
 @long.parametrize(
