@@ -14,8 +14,9 @@ import signal
 import sys
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any, Final
+from typing import Final
 
+import fsdp_compile
 from fsdp_compile.cli import calibrate, checkpoint, explain, opt, parity, plan, train
 from fsdp_compile.errors import ConfigError, FSDPCompileError, UnsupportedModelError
 
@@ -46,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def make_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
     parser = argparse.ArgumentParser(prog="fsdp-compile", description="Fully sharded data parallel for torch.compile.")
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and end")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {fsdp_compile.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:
         sub = commands.add_parser(command.NAME, help=command.ABOUT, description=command.ABOUT)
@@ -54,16 +55,6 @@ def make_parser() -> argparse.ArgumentParser:
         flags = [flag for action in sub._actions for flag in action.option_strings]
         sub.set_defaults(run=command.run, flags=flags)
     return parser
-
-
-class _Version(argparse.Action):
-    """Looks the version up only when it is asked for."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        import fsdp_compile
-
-        print(f"{parser.prog} {fsdp_compile.__version__}")
-        parser.exit()
 
 
 def _unknown_argument(argument: str, arguments: argparse.Namespace) -> ConfigError:

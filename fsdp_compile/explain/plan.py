@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from fsdp_compile.cost.communicate import COPIES
 from fsdp_compile.cost.hardware import Hardware, hardware
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.explain.page import page, to_plain
 from fsdp_compile.explain.report import GraphPlan, Number, Skipped, UnitPlan, Volume
-from fsdp_compile.explain.tables import as_text, parts
+from fsdp_compile.explain.tables import as_text, page, parts, to_plain
 from fsdp_compile.ir.graph import Phase, StepGraph
 
 if TYPE_CHECKING:

@@ -27,10 +27,9 @@ from fsdp_compile.cost.communicate import COPIES, Kind
 from fsdp_compile.cost.hardware import hardware_of
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.explain.api import as_it_ran, explain
-from fsdp_compile.explain.page import to_plain
 from fsdp_compile.explain.plan import Plan
 from fsdp_compile.explain.skipped import not_compiled
-from fsdp_compile.explain.tables import Table, as_text, size, time
+from fsdp_compile.explain.tables import Table, as_text, size, time, to_plain
 from fsdp_compile.fsdp2.module_class import user_class
 from fsdp_compile.ir.graph import Phase
 

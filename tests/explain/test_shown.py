@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from fsdp_compile.explain.page import page, page_data
 from fsdp_compile.explain.plan import Plan
+from fsdp_compile.explain.tables import page, page_data
 from tests.models.round_sizes import explained
 
 
