@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -94,7 +95,7 @@ def test_a_graph_that_one_rank_alone_has_is_not_taken_for_that_of_several() -> N
         looked.at(world_size=8)
 
 
-def _budgeted(ranks: int, budget_bytes: float, **options: str) -> Plan:
+def _budgeted(ranks: int, budget_bytes: float, **options: Any) -> Plan:
     return explained(lambda: Stack(6), ranks, x=512, memory_budget_gb=budget_bytes / 1e9, **options)
 
 

@@ -286,7 +286,7 @@ READ_AGAIN = 4 * (MATRIX + VECTOR) // RANKS
 """Of those that backward reads: a bias is none of them."""
 
 
-def _offloaded(policy: object = None, at: Hardware | None = None, **options: object) -> Plan:
+def _offloaded(policy: object = None, at: Hardware | None = None, **options: Any) -> Plan:
     return explained(hardware=at, offload_policy=policy or CPUOffloadPolicy(), **options)
 
 
