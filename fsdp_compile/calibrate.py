@@ -71,7 +71,7 @@ def calibrate(device: torch.device, seconds: float = 60.0) -> Calibration:
         cluster=cluster,
         matmul=_matmul_rates(device, agree),
         memory_bytes_per_s=_copy_rate(device, agree),
-        host_bytes_per_s=_host_copy_rate(device, agree),
+        host_bytes_per_s=None if device.type == "cpu" else _copy_rate(device, agree, from_host=True),
         memory_bytes=float(memory_bytes),
         collectives=tuple(_measure_kind(kind, group, device, each_s, agree) for group in groups for kind in KINDS),
     )
@@ -211,19 +211,10 @@ def _matmul_rate(dtype: torch.dtype, device: torch.device, agree: Agree) -> floa
     return 2 * size**3 * 1e6 / time_us
 
 
-def _copy_rate(device: torch.device, agree: Agree) -> float:
-    """Bytes per second that a large copy reads and writes together, on the slowest rank."""
-    source = torch.zeros(_COPIED_BYTES[device.type] // 4, device=device)
-    target = torch.zeros_like(source)
-    time_us = agree(median_us(lambda: target.copy_(source), device))
-    return 2 * 4 * source.numel() * 1e6 / time_us
-
-
-def _host_copy_rate(device: torch.device, agree: Agree) -> float | None:
-    """Bytes per second from pinned host memory, on the slowest rank; `None` for the host itself."""
-    if device.type == "cpu":
-        return None
-    source = torch.zeros(_COPIED_BYTES[device.type] // 4, pin_memory=True)
+def _copy_rate(device: torch.device, agree: Agree, *, from_host: bool = False) -> float:
+    """Bytes per second of a large copy on the slowest rank: read and written in its memory, or from pinned memory."""
+    numel = _COPIED_BYTES[device.type] // 4
+    source = torch.zeros(numel, pin_memory=True) if from_host else torch.zeros(numel, device=device)
     target = torch.zeros_like(source, device=device)
     time_us = agree(median_us(lambda: target.copy_(source, non_blocking=True), device))
-    return 4 * source.numel() * 1e6 / time_us
+    return (1 if from_host else 2) * 4 * numel * 1e6 / time_us
