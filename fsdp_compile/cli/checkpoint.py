@@ -7,7 +7,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -83,23 +83,28 @@ def _info(paths: Sequence[Path], *, as_json: bool) -> int:
         print(json.dumps(found, indent=2))
         return 0
     for described in found:
-        tensors, others = described["tensors"], described["others"]
-        sizes: dict[str, int] = {}
-        for each in tensors:
-            sizes[each["dtype"]] = sizes.get(each["dtype"], 0) + (0 if each["tied_to"] else each["bytes"])
-        each_size = ", ".join(f"{_size(count)} {dtype}" for dtype, count in sizes.items() if count)
-        counts = f"{_count(tensors, 'tensor')}, {_count(others, 'other value')}"
+        untied = [tensor for tensor in described["tensors"] if tensor["tied_to"] is None]
+        dtypes = dict.fromkeys(tensor["dtype"] for tensor in untied)
+        sizes = [f"{_size(_bytes([t for t in untied if t['dtype'] == dtype]))} {dtype}" for dtype in dtypes]
+        counts = f"{_count(described['tensors'], 'tensor')}, {_count(described['others'], 'other value')}"
         print(f"{described['path']}: {described['description']}")
-        print(f"{counts}, {_size(described['bytes'])} ({each_size}), {_count(described['files'], 'file')}")
+        print(f"{counts}, {_size(described['bytes'])} ({', '.join(sizes)}), {_count(described['files'], 'file')}")
         if described["step"] is not None:
             print(f"steps that were done: {described['step']}")
-        dtypes = [each["dtype"] + f", tied to {each['tied_to']}" * bool(each["tied_to"]) for each in tensors]
-        rows = [(each["name"], str(each["shape"]), dtype) for each, dtype in zip(tensors, dtypes, strict=True)]
-        rows += [(name, "", "no tensor") for name in others]
+        rows = list(_rows(described))
         names, shapes = (max((len(row[column]) for row in rows), default=0) for column in range(2))
         for name, shape, dtype in rows:
             print(_plain(f"{name:<{names}}  {shape:<{shapes}}  {dtype}"))
     return 0
+
+
+def _rows(described: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Name, shape and dtype of each tensor, then the other values."""
+    for tensor in described["tensors"]:
+        tied = "" if tensor["tied_to"] is None else f", tied to {tensor['tied_to']}"
+        yield tensor["name"], str(tensor["shape"]), tensor["dtype"] + tied
+    for name in described["others"]:
+        yield name, "", "no tensor"
 
 
 def _verify(paths: Sequence[Path], *, require_finite: bool) -> int:
