@@ -13,7 +13,7 @@ import torch.distributed as dist
 from benchmarks import contenders, models
 from benchmarks.command import Columns, finish, parser, percent, quiet, table
 from benchmarks.contenders import OURS, UNSHARDED, Setup
-from benchmarks.hardware import plan_of, told
+from benchmarks.hardware import measured, plan_of, told
 from benchmarks.measure import Samples, alternate
 from benchmarks.models import Task
 from benchmarks.network.emulated import Network, World, emulated_world
@@ -25,7 +25,7 @@ from benchmarks.steps import prepare
 from fsdp_compile.cost.communicate import Kind
 from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.cost.links import share_of_others
-from fsdp_compile.explain import Plan, measured
+from fsdp_compile.explain import Plan
 from fsdp_compile.layout.hosts import GroupRanks
 
 Row = dict[str, Any]
@@ -40,7 +40,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     made = parser("cost_model", "Predicted beside measured: compute, collectives, step time, peak memory.")
     add_network_arguments(made)
     made.add_argument("--threads", type=int, default=1, metavar="N", help="that compute (default: 1)")
-    made.add_argument("--cache", metavar="FILE", help="where measured times of operators are kept (default: nowhere)")
     made.add_argument("--megabytes", type=float, nargs="+", default=[1, 8, 32], metavar="MB", help="of collectives")
     arguments = made.parse_args(argv)
     quiet()
@@ -64,7 +63,7 @@ def run(task: Task, setup: Setup, arguments: Any) -> tuple[list[Row], Link]:
     Args:
         task: What is trained.
         setup: What contenders may know.
-        arguments: Ranks, rounds, latency, sizes, cache.
+        arguments: Ranks, rounds, latency, sizes.
     """
     ranks: int = arguments.ranks
     with emulated_world(ranks, Network(Link(bytes_per_s=1e15))) as world:
@@ -74,7 +73,7 @@ def run(task: Task, setup: Setup, arguments: Any) -> tuple[list[Row], Link]:
         link = Link(sent / (0.5 * alone.median_s), arguments.latency_us * 1e-6)
         informed = told(setup, link.bytes_per_s, arguments.latency_us)
         roofline = plan_of(task, informed, ranks)
-        known = measured(roofline, cache=arguments.cache, rounds=arguments.rounds)
+        known = measured(roofline, arguments.rounds)
         informed = dataclasses.replace(informed, options={**informed.options, "hardware": known})
         plans = {"roofline": roofline, "measured": plan_of(task, informed, ranks)}
         rows = [_row(f"compute, {name}", _compute_us(plan), alone, "us") for name, plan in plans.items()]

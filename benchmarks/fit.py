@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from benchmarks.command import Columns, finish, mib, ms, parser, percent, quiet, table
-from benchmarks.hardware import named
+from benchmarks.hardware import measured, named
 from benchmarks.measure import Samples, time_once
 from benchmarks.models import parameter_bytes
 from benchmarks.network.emulated import Network, emulated_world
@@ -26,7 +26,7 @@ from benchmarks.network.traffic import full_sharding_bytes
 from benchmarks.network.wire import Link
 from benchmarks.peak import measured_peak_bytes, storage_bytes
 from fsdp_compile.cost.hardware import DEVICES, Hardware
-from fsdp_compile.explain import explain, measured
+from fsdp_compile.explain import explain
 from fsdp_compile.explain.stand_in import planning_world
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.search.choice import Ask, Configuration, Part

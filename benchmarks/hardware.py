@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_map
 
 import fsdp_compile
 from benchmarks.contenders import Setup
 from benchmarks.models import Task
+from fsdp_compile.calibrate import median_us
+from fsdp_compile.cost.compute import is_measurable, runs_alone, signature_of, value_of
+from fsdp_compile.cost.fusion import plan_kernels
 from fsdp_compile.cost.hardware import DEVICES, Hardware
 from fsdp_compile.cost.links import Link, Port, Quantity, make_link
-from fsdp_compile.explain import Plan, measured
+from fsdp_compile.cost.sizes import concrete, tensor_bytes
+from fsdp_compile.explain import Plan
+
+_CPU: Final = torch.device("cpu")
 
 
 def told(setup: Setup, bytes_per_s: float, latency_us: float) -> Setup:
@@ -49,3 +62,37 @@ def plan_of(task: Task, setup: Setup, ranks: int) -> Plan:
     kept = setup.reshard_after_forward
     options = {**setup.options, "mp_policy": setup.policy, "reshard_after_forward": kept}
     return fsdp_compile.explain(task.make(), *positional, world_size=ranks, options=options, **keywords)
+
+
+def measured(plan: Plan, rounds: int = 5) -> Hardware:
+    """The hardware of a plan, with measured times for its matmuls, attentions and all that is a kernel by itself.
+
+    Each distinct operator runs a few times on made-up values on this CPU. What a compiler fuses keeps its roofline, and
+    so does an operator that refuses made-up values, or does not exist here.
+    """
+    assert plan.traced is not None
+    times: dict[str, float] = {}
+    for step in (step for steps in plan.steps for step in steps):
+        kernels = plan_kernels(step.graph, plan.traced.fusion)
+        for node in step.graph.nodes:
+            if runs_alone(node, kernels) and is_measurable(node) and signature_of(node) not in times:
+                with contextlib.suppress(RuntimeError, IndexError, ValueError, TypeError):
+                    times[signature_of(node)] = median_us(_runnable(node), _CPU, rounds)
+    return dataclasses.replace(plan.hardware, device=dataclasses.replace(plan.hardware.device, measured=times))
+
+
+def _runnable(node: fx.Node) -> Callable[[], object]:
+    def made_up(argument: Any) -> Any:
+        value = value_of(argument)
+        if isinstance(value, torch.device):
+            return _CPU
+        if not isinstance(value, torch.Tensor):
+            return value
+        shape, strides = ([concrete(n) for n in of] for of in (value.shape, value.stride()))
+        # Strided values may overlap or have gaps: the memory that they reach, not their elements.
+        memory = torch.empty(tensor_bytes(value) // value.element_size(), dtype=value.dtype)
+        return (memory.normal_() if value.is_floating_point() else memory.zero_()).as_strided(shape, strides)
+
+    args, kwargs = tree_map(made_up, (node.args, dict(node.kwargs)))
+    target: Any = node.target
+    return lambda: target(*args, **kwargs)

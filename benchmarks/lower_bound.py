@@ -341,12 +341,9 @@ def lower_bound(plan: Plan) -> LowerBound:
     """The least time and bytes of any schedule with no more gathered parameters and full gradients than this one.
 
     Several groups send at once, and the slowest decides.
-
-    Raises:
-        ConfigError: If the plan is of a model that has run.
     """
-    fusion = plan.origin("lower_bound(plan)").fusion
-    kernels = {step.graph: plan_kernels(step.graph, fusion) for steps in plan.steps for step in steps}
+    assert plan.traced is not None, "the plan of a model that has run"
+    kernels = {step.graph: plan_kernels(step.graph, plan.traced.fusion) for steps in plan.steps for step in steps}
     memories = memory_of_step(plan.steps, lambda step: kernels[step.graph])
     outlines = [
         outline(step, node_costs(step.graph, plan.hardware, kernels[step.graph]), memory, plan.hardware)

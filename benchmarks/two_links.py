@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from benchmarks import models
 from benchmarks.command import finish, mib, ms, parser, percent, quiet, table
 from benchmarks.contenders import FSDP2, FSDP2_COMPILED, OURS, UNSHARDED, Setup
-from benchmarks.hardware import named, plan_of
+from benchmarks.hardware import measured, named, plan_of
 from benchmarks.measure import alternate
 from benchmarks.models import LlamaSize
 from benchmarks.network.emulated import Network, World, emulated_world
@@ -39,7 +39,6 @@ from benchmarks.steps import Prepared, forget_compiles, prepare
 from fsdp_compile.cost.devices import DEVICES
 from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.cost.links import Port
-from fsdp_compile.explain import measured
 
 HOSTS = PER_HOST = 2
 CONTENDERS = (UNSHARDED, FSDP2, FSDP2_COMPILED, OURS)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import statistics
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
@@ -22,12 +24,13 @@ from fsdp_compile.cost.calibrated import KINDS, TF32, Calibration, this_cluster
 from fsdp_compile.cost.devices import DEVICES, device_reported_as
 from fsdp_compile.cost.links import MeasuredCollective, share_of_others
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.explain.measure import WARM_UP, median_us
 from fsdp_compile.layout.hosts import GroupRanks, ranks_per_host
 
 Agree = Callable[[float], float]
 """From a time of this rank to the longest of all ranks."""
 
+_WARM_UP: Final = 1
+"""Runs that are not counted: the first one may pick a kernel or allocate memory."""
 _ROUNDS: Final = 5
 _GROWTH: Final = 8
 _SIZES: Final = {"cpu": tuple(4096 * _GROWTH**n for n in range(6)), "cuda": tuple(4096 * _GROWTH**n for n in range(7))}
@@ -68,7 +71,7 @@ def calibrate(device: torch.device, seconds: float = 60.0) -> Calibration:
         cluster=cluster,
         matmul=_matmul_rates(device, agree),
         memory_bytes_per_s=_copy_rate(device, agree),
-        host_bytes_per_s=_host_copy_rate(device, agree),
+        host_bytes_per_s=None if device.type == "cpu" else _copy_rate(device, agree, from_host=True),
         memory_bytes=float(memory_bytes),
         collectives=tuple(_measure_kind(kind, group, device, each_s, agree) for group in groups for kind in KINDS),
     )
@@ -90,6 +93,20 @@ def save(found: Calibration, path: Path) -> None:
     finally:
         with contextlib.suppress(OSError):
             written.unlink()  # there only if it could not take the place of the file
+
+
+def median_us(run: Callable[[], object], device: torch.device, rounds: int = _ROUNDS) -> float:
+    """Time in us of a run, all that it starts on the device included: the median out of so many."""
+    samples = []
+    wait: Callable[[torch.device], object] = torch.cuda.synchronize if device.type == "cuda" else lambda _: None
+    with torch.no_grad():
+        for _ in range(_WARM_UP + rounds):
+            wait(device)
+            start_s = time.perf_counter()
+            run()
+            wait(device)
+            samples.append((time.perf_counter() - start_s) * 1e6)
+    return statistics.median(samples[_WARM_UP:])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,11 +156,11 @@ def _measure_kind(kind: str, spread: _Spread, device: torch.device, seconds: flo
         if points and sent_bytes <= points[-1][0]:
             continue  # so many ranks that no message is as small
         dist.barrier()
-        time_us = agree(median_us(run, device, _ROUNDS))
+        time_us = agree(median_us(run, device))
         # A larger message takes no less time, so that the rate between two is a positive one.
         points.append((sent_bytes, max(time_us, points[-1][1] if points else 0.0)))
-        left_us -= time_us * (WARM_UP + _ROUNDS)
-        if len(points) > 1 and left_us < time_us * _GROWTH * (WARM_UP + _ROUNDS):
+        left_us -= time_us * (_WARM_UP + _ROUNDS)
+        if len(points) > 1 and left_us < time_us * _GROWTH * (_WARM_UP + _ROUNDS):
             break
     return MeasuredCollective(kind, spread.ranks, tuple(points), spread.on_one_host)
 
@@ -190,23 +207,14 @@ def _matmul_rate(dtype: torch.dtype, device: torch.device, agree: Agree) -> floa
     while time_us < _LONG_US and size < _LARGEST[device.type]:
         size *= 2
         a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-        time_us = agree(median_us(lambda: a @ b, device, _ROUNDS))  # noqa: B023
+        time_us = agree(median_us(lambda: a @ b, device))  # noqa: B023
     return 2 * size**3 * 1e6 / time_us
 
 
-def _copy_rate(device: torch.device, agree: Agree) -> float:
-    """Bytes per second that a large copy reads and writes together, on the slowest rank."""
-    source = torch.zeros(_COPIED_BYTES[device.type] // 4, device=device)
-    target = torch.zeros_like(source)
-    time_us = agree(median_us(lambda: target.copy_(source), device, _ROUNDS))
-    return 2 * 4 * source.numel() * 1e6 / time_us
-
-
-def _host_copy_rate(device: torch.device, agree: Agree) -> float | None:
-    """Bytes per second from pinned host memory, on the slowest rank; `None` for the host itself."""
-    if device.type == "cpu":
-        return None
-    source = torch.zeros(_COPIED_BYTES[device.type] // 4, pin_memory=True)
+def _copy_rate(device: torch.device, agree: Agree, *, from_host: bool = False) -> float:
+    """Bytes per second of a large copy on the slowest rank: read and written in its memory, or from pinned memory."""
+    numel = _COPIED_BYTES[device.type] // 4
+    source = torch.zeros(numel, pin_memory=True) if from_host else torch.zeros(numel, device=device)
     target = torch.zeros_like(source, device=device)
-    time_us = agree(median_us(lambda: target.copy_(source, non_blocking=True), device, _ROUNDS))
-    return 4 * source.numel() * 1e6 / time_us
+    time_us = agree(median_us(lambda: target.copy_(source, non_blocking=True), device))
+    return (1 if from_host else 2) * 4 * numel * 1e6 / time_us

@@ -19,15 +19,17 @@ from torch.distributed.fsdp import BackwardPrefetch
 
 import fsdp_compile
 from fsdp_compile.cli.main import main
-from fsdp_compile.cli.opt import default_passes, known_passes
+from fsdp_compile.cli.opt import known_passes
 from fsdp_compile.config import choices
 from fsdp_compile.config.prefetch import named_rules
 from fsdp_compile.cost.hardware import DEVICES, LINKS
+from fsdp_compile.options import FSDPOptions
+from fsdp_compile.pipeline import passes
 from fsdp_compile.verify.check import Stage
 from tests import long
 
 ROOT = Path(__file__).parent.parent
-COMMANDS = ("train", "checkpoint", "explain", "plan", "calibrate", "parity", "bench", "opt")
+COMMANDS = ("train", "checkpoint", "explain", "plan", "calibrate", "parity", "opt")
 LOADED = """
 import sys
 print("LOADED", *sorted(sys.modules))
@@ -135,7 +137,7 @@ import fsdp_compile
 import fsdp_compile.explain
 import fsdp_compile.explain.plan
 import fsdp_compile; fsdp_compile.explain; import fsdp_compile.explain.api
-from fsdp_compile.explain import measured; import fsdp_compile
+from fsdp_compile.explain import Plan; import fsdp_compile
 import fsdp_compile; from fsdp_compile.explain.api import explain
 from fsdp_compile import *; import fsdp_compile
 """
@@ -201,7 +203,6 @@ parity --accumulation never
 parity --steps 0
 parity --world-size 3 --replicas 2
 parity --reduce-dtype int8
-bench no_such_benchmark
 checkpoint info nowhere
 checkpoint info --jsno pyproject.toml
 checkpoint verify nowhere
@@ -235,7 +236,7 @@ def test_names_that_are_known_without_torch_are_those_that_exist() -> None:
     assert tuple(DEVICES) == choices.DEVICES
     assert tuple(LINKS) == choices.LINKS
     assert tuple(stage.value for stage in Stage) == choices.STAGES
-    assert tuple(default_passes()) == choices.DEFAULT_PASSES
+    assert tuple(one.name for one in passes(FSDPOptions())) == choices.DEFAULT_PASSES
     assert sorted(known_passes()) == sorted(choices.PASSES)
     assert tuple(rule.name for rule in BackwardPrefetch) == choices.BACKWARD_PREFETCH[:-1]
     rules = [named_rules(name) for name in choices.SHORT_FORMS]

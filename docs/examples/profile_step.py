@@ -1,4 +1,4 @@
-"""Compare a step with its plan: timeline and memory, planned and measured, in one picture.
+"""Compare a step with its plan: times and peak memory, planned and measured.
 
 torchrun --nproc-per-node 2 docs/examples/profile_step.py
 """
@@ -36,5 +36,4 @@ step()  # nothing is compiled from here on
 profile = profile_step(compiled, step)  # on every rank: a step has collectives
 if dist.get_rank() == 0:
     print(profile)
-    profile.save_png("step.png")
 dist.destroy_process_group()

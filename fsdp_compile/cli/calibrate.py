@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fsdp_compile.cli.arguments import add_backend
 from fsdp_compile.comm.placement import TIMEOUT_S, DeviceKind, Placement
 from fsdp_compile.errors import ConfigError
 
@@ -26,12 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, default=Path("hardware.json"), metavar="FILE", help="on each host (default: hardware.json)"
     )
-    parser.add_argument(
-        "--device",
-        choices=[kind.value for kind in DeviceKind],
-        default=DeviceKind.AUTO.value,
-        help="cpu uses gloo, cuda uses NCCL (default: cuda where every local rank has a GPU)",
-    )
+    add_backend(parser)
     parser.add_argument(
         "--seconds", type=float, default=60.0, metavar="X", help="about how long to measure (default: 60)"
     )

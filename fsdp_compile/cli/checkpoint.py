@@ -7,7 +7,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -37,31 +37,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     verify = actions.add_parser("verify", help="read everything, and print the first problem with file and cause")
     verify.add_argument("paths", nargs="+", type=Path, metavar="PATH", help=_PATH)
     verify.add_argument("--finite", action="store_true", help="infinite values and NaN are a problem as well")
-    _add_convert(actions.add_parser("convert", help="write the same values in another format, one tensor at a time"))
-    for action in actions.choices.values():
-        flags = [flag for each in action._actions for flag in each.option_strings]
-        action.set_defaults(flags=flags)
-
-
-def _add_convert(convert: argparse.ArgumentParser) -> None:
+    convert = actions.add_parser("convert", help="write the same values in another format, one tensor at a time")
     convert.add_argument("source", type=Path, metavar="SRC", help=_PATH)
-    convert.add_argument(
-        "target", type=Path, metavar="DST", help="a path that is free; of safetensors, one file if it ends so"
-    )
+    target = "a path that is free; of safetensors, one file if it ends so"
+    convert.add_argument("target", type=Path, metavar="DST", help=target)
     convert.add_argument("--to", choices=["dcp", "torch", "safetensors"], required=True, help="the format of DST")
     convert.add_argument("--part", metavar="KEY", help="take this dictionary of the outermost one, such as model")
     convert.add_argument("--strip-prefix", default="", metavar="TEXT", help="remove it from names that begin with it")
     convert.add_argument("--prefix", default="", metavar="TEXT", help="put it before every name, after that")
     convert.add_argument("--dtype", choices=DTYPES, help="cast floating-point tensors (default: their own)")
-    convert.add_argument(
-        "--max-shard-gb",
-        type=float,
-        metavar="GB",
-        help="1e9 bytes that a file of a folder of safetensors may have (default: 5)",
-    )
-    convert.add_argument(
-        "--drop-others", action="store_true", help="leave out what is no tensor, which safetensors cannot hold"
-    )
+    size = "1e9 bytes that a file of a folder of safetensors may have (default: 5)"
+    convert.add_argument("--max-shard-gb", type=float, metavar="GB", help=size)
+    others = "leave out what is no tensor, which safetensors cannot hold"
+    convert.add_argument("--drop-others", action="store_true", help=others)
+    for action in actions.choices.values():
+        action.set_defaults(flags=[flag for each in action._actions for flag in each.option_strings])
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -93,8 +83,28 @@ def _info(paths: Sequence[Path], *, as_json: bool) -> int:
         print(json.dumps(found, indent=2))
         return 0
     for described in found:
-        _show(described)
+        untied = [tensor for tensor in described["tensors"] if tensor["tied_to"] is None]
+        dtypes = dict.fromkeys(tensor["dtype"] for tensor in untied)
+        sizes = [f"{_size(_bytes([t for t in untied if t['dtype'] == dtype]))} {dtype}" for dtype in dtypes]
+        counts = f"{_count(described['tensors'], 'tensor')}, {_count(described['others'], 'other value')}"
+        print(f"{described['path']}: {described['description']}")
+        print(f"{counts}, {_size(described['bytes'])} ({', '.join(sizes)}), {_count(described['files'], 'file')}")
+        if described["step"] is not None:
+            print(f"steps that were done: {described['step']}")
+        rows = list(_rows(described))
+        names, shapes = (max((len(row[column]) for row in rows), default=0) for column in range(2))
+        for name, shape, dtype in rows:
+            print(_plain(f"{name:<{names}}  {shape:<{shapes}}  {dtype}"))
     return 0
+
+
+def _rows(described: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Name, shape and dtype of each tensor, then the other values."""
+    for tensor in described["tensors"]:
+        tied = "" if tensor["tied_to"] is None else f", tied to {tensor['tied_to']}"
+        yield tensor["name"], str(tensor["shape"]), tensor["dtype"] + tied
+    for name in described["others"]:
+        yield name, "", "no tensor"
 
 
 def _verify(paths: Sequence[Path], *, require_finite: bool) -> int:
@@ -229,46 +239,6 @@ def _tensors(values: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _bytes(tensors: Sequence[dict[str, Any]]) -> int:
     """Those that are the same memory count once."""
     return sum(tensor["bytes"] for tensor in tensors if tensor["tied_to"] is None)
-
-
-def _show(described: dict[str, Any]) -> None:
-    rows = [(_plain(t["name"]), str(t["shape"]), _plain(_dtype(t))) for t in described["tensors"]]
-    rows += [(_plain(name), "", "no tensor") for name in described["others"]]
-    summary = _summary(described)
-    if sys.stdout.isatty():
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table("name", "shape", "dtype", title=summary, title_justify="left")
-        for row in rows:
-            table.add_row(*row)
-        Console(highlight=False, markup=False).print(table)
-        return
-    print(summary)
-    widths = [max((len(row[column]) for row in rows), default=0) for column in range(2)]
-    for name, shape, dtype in rows:
-        print(f"{name:<{widths[0]}}  {shape:<{widths[1]}}  {dtype}")
-
-
-def _summary(described: dict[str, Any]) -> str:
-    """One paragraph about a checkpoint."""
-    sizes: dict[str, int] = {}
-    for each in described["tensors"]:
-        if each["tied_to"] is None:
-            sizes[each["dtype"]] = sizes.get(each["dtype"], 0) + each["bytes"]
-    each_size = ", ".join(f"{_size(count)} {dtype}" for dtype, count in sizes.items())
-    counts = f"{_count(described['tensors'], 'tensor')}, {_count(described['others'], 'other value')}"
-    known = [
-        f"{described['path']}: {described['description']}",
-        f"{counts}, {_size(described['bytes'])} ({each_size}), {_count(described['files'], 'file')}",
-    ]
-    if described["step"] is not None:
-        known.append(f"steps that were done: {described['step']}")
-    return "\n".join(known)
-
-
-def _dtype(tensor: dict[str, Any]) -> str:
-    return tensor["dtype"] if tensor["tied_to"] is None else f"{tensor['dtype']}, tied to {tensor['tied_to']}"
 
 
 def _count(things: Sequence[object], noun: str) -> str:

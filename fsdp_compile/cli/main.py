@@ -1,4 +1,8 @@
-"""`fsdp-compile COMMAND ...`: finds the command and turns errors of the user's into one message."""
+"""`fsdp-compile COMMAND ...`: finds the command and turns errors of the user's into one message.
+
+A command is a module of this folder with `NAME`, `ABOUT`, `add_arguments(parser)` and `run(arguments)`, which returns
+the exit status.
+"""
 
 from __future__ import annotations
 
@@ -9,26 +13,14 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Any, Final, Protocol
+from types import ModuleType
+from typing import Final
 
-from fsdp_compile.cli import bench, calibrate, checkpoint, explain, opt, parity, plan, train
+import fsdp_compile
+from fsdp_compile.cli import calibrate, checkpoint, explain, opt, parity, plan, train
 from fsdp_compile.errors import ConfigError, FSDPCompileError, UnsupportedModelError
 
-
-class Command(Protocol):
-    """A module of this folder that is a command."""
-
-    NAME: str
-    ABOUT: str
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare the command's arguments."""
-
-    def run(self, arguments: argparse.Namespace) -> int:
-        """Do it, and return the exit status."""
-
-
-COMMANDS: Final[tuple[Command, ...]] = (train, checkpoint, explain, plan, calibrate, parity, bench, opt)
+COMMANDS: Final[tuple[ModuleType, ...]] = (train, checkpoint, explain, plan, calibrate, parity, opt)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if unknown:
             raise _unknown_argument(unknown[0], arguments)
-        return arguments.run(arguments)
+        status: int = arguments.run(arguments)
     except (ConfigError, UnsupportedModelError) as error:
         # Below a launcher every rank finds the same mistake; one rank of each host reports it, as files differ by host.
         if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -49,12 +41,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    return status
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
     parser = argparse.ArgumentParser(prog="fsdp-compile", description="Fully sharded data parallel for torch.compile.")
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and end")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {fsdp_compile.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:
         sub = commands.add_parser(command.NAME, help=command.ABOUT, description=command.ABOUT)
@@ -62,16 +55,6 @@ def make_parser() -> argparse.ArgumentParser:
         flags = [flag for action in sub._actions for flag in action.option_strings]
         sub.set_defaults(run=command.run, flags=flags)
     return parser
-
-
-class _Version(argparse.Action):
-    """Looks the version up only when it is asked for."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        import fsdp_compile
-
-        print(f"{parser.prog} {fsdp_compile.__version__}")
-        parser.exit()
 
 
 def _unknown_argument(argument: str, arguments: argparse.Namespace) -> ConfigError:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import re
 import sys
-from collections.abc import Iterable, Iterator
-from enum import StrEnum
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -27,14 +25,6 @@ _HARDWARE: Final = "hardware"
 """The option of passes that is a device and its link; `_EXAMPLE` is how it is written."""
 _EXAMPLE: Final = "h100-sxm/50"
 _ITEM: Final = re.compile(r"\s*([\w-]+)(?:\(([^()]*)\))?\s*(?:,|$)")
-
-
-class Show(StrEnum):
-    """What is printed."""
-
-    GRAPH = "graph"
-    PLANS = "plans"
-    DIFFS = "diffs"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,9 +53,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="refuse a result that breaks a rule of this stage (default: %(default)s)",
     )
     parser.add_argument(
-        "--show", type=Show, choices=list(Show), default=Show.GRAPH, help="what to print (default: %(default)s)"
+        "--show",
+        choices=["graph", "plans", "diffs"],
+        default="graph",
+        help="the last graph, or the plan or the changes of each pass (default: %(default)s)",
     )
-    parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -75,17 +67,22 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigError: If the file, the graph or the passes cannot be read.
     """
     items = list(_items(arguments.passes))
-    text = _read(arguments.graph)
+    text = sys.stdin.read() if arguments.graph == "-" else _read(arguments.graph)
     # Whatever is refused above is refused without importing torch.
     from fsdp_compile.ir.graph import Stage
     from fsdp_compile.ir.text.parser import parse_graph
+    from fsdp_compile.ir.text.printer import format_graph
     from fsdp_compile.verify.check import check
 
-    pipeline = _make_all(items)
+    pipeline = [_make(*item) for item in items]
     step = parse_graph(text)
     try:
         applied = list(apply_passes(step, pipeline))
-        print(_report(step, applied, arguments), end="")
+        if arguments.show == "graph":
+            print(format_graph(step), end="")
+        else:
+            shown = [(one.name, one.plan if arguments.show == "plans" else one.diff) for one in applied]
+            print("\n".join(f"# {name}\n{said}" for name, said in shown), end="")
         if arguments.verify != _NEVER:
             check(step, after=applied[-1].name if applied else "no pass", stage=Stage(arguments.verify))
     except InvariantError as error:
@@ -94,21 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _report(step: StepGraph, applied: list[Applied], arguments: argparse.Namespace) -> str:
-    from fsdp_compile.ir.text.printer import format_graph
-
-    if arguments.json:
-        passes_done = [dataclasses.asdict(one) for one in applied]
-        return json.dumps({"passes": passes_done, "graph": format_graph(step)}, indent=2) + "\n"
-    match arguments.show:
-        case Show.PLANS:
-            return "\n".join(f"# {one.name}\n{one.plan}" for one in applied)
-        case Show.DIFFS:
-            return "\n".join(f"# {one.name}\n{one.diff}" for one in applied)
-    return format_graph(step)
-
-
-def apply_passes(step: StepGraph, pipeline: list[GraphPass[Any]]) -> Iterator[Applied]:
+def apply_passes(step: StepGraph, pipeline: Sequence[GraphPass[Any]]) -> Iterator[Applied]:
     """Runs passes on a graph in place and says after each what it did.
 
     Raises:
@@ -149,21 +132,13 @@ def known_passes() -> dict[str, GraphPass[Any]]:
     return {one.name: one for prefetch in KINDS_OF_SCHEDULES for one in passes(FSDPOptions(prefetch=prefetch))}
 
 
-def default_passes() -> dict[str, GraphPass[Any]]:
-    """The passes of a compile without options by name, in their order."""
-    from fsdp_compile.options import FSDPOptions
-    from fsdp_compile.pipeline import passes
-
-    return {graph_pass.name: graph_pass for graph_pass in passes(FSDPOptions())}
-
-
 def read_passes(text: str) -> list[GraphPass[Any]]:
     """Makes the passes of a list such as "insert-collectives,schedule-prefetch(distance=2)", or "none".
 
     Raises:
         ConfigError: For an unknown pass or option, or text that is no such list.
     """
-    return _make_all(_items(text))
+    return [_make(*item) for item in _items(text)]
 
 
 def _items(text: str) -> Iterator[tuple[str, str]]:
@@ -180,43 +155,33 @@ def _items(text: str) -> Iterator[tuple[str, str]]:
         position = match.end()
 
 
-def _make_all(items: Iterable[tuple[str, str]]) -> list[GraphPass[Any]]:
-    known = known_passes()
-    return [_make(name, known[name], options) for name, options in items]
-
-
-def _make(name: str, graph_pass: Any, options: str) -> GraphPass[Any]:
-    fields = [field.name for field in dataclasses.fields(graph_pass)] if dataclasses.is_dataclass(graph_pass) else []
-    values = {}
+def _make(name: str, options: str) -> GraphPass[Any]:
+    """A pass with options, such as "distance=2"."""
+    made: Any = known_passes()[name]
+    declared = dataclasses.fields(made) if dataclasses.is_dataclass(made) else ()
+    fields = {field.name: getattr(made, field.name) for field in declared}
+    examples = [f"{name}({field}={_EXAMPLE if field == _HARDWARE else default})" for field, default in fields.items()]
     for option in filter(None, (part.strip() for part in options.split(","))):
         key, _, value = option.partition("=")
         if key not in fields or not value:
             raise ConfigError(
-                f"pass {name} has no option {option}",
-                where="--passes",
-                instead=" or ".join(f"{name}({field}={_example(graph_pass, field)})" for field in fields) or name,
+                f"pass {name} has no option {option}", where="--passes", instead=" or ".join(examples) or name
             )
-        where = f"{name}({option})"
-        values[key] = _hardware(value, where) if key == _HARDWARE else _convert(value, getattr(graph_pass, key), where)
-    return dataclasses.replace(graph_pass, **values) if values else graph_pass
+        made = dataclasses.replace(made, **{key: _value(key, value, fields[key], f"{name}({option})")})
+    return made
 
 
-def _example(graph_pass: Any, field: str) -> str:
-    return _EXAMPLE if field == _HARDWARE else str(getattr(graph_pass, field))
+def _value(option: str, text: str, default: Any, where: str) -> Any:
+    """The value of an option, of the type of its default; for hardware a device and the GB/s of its link."""
+    if option == _HARDWARE:
+        from fsdp_compile.cost.hardware import hardware
 
-
-def _hardware(text: str, where: str) -> Any:
-    """The hardware of a device and the GB/s of its link."""
-    from fsdp_compile.cost.hardware import hardware
-
-    device, _, gb_per_s = text.partition("/")
-    try:
-        return hardware(device, float(gb_per_s))
-    except ValueError:
-        raise ConfigError(f"{text!r} is no device and GB/s", where=where, instead=f"{_HARDWARE}={_EXAMPLE}") from None
-
-
-def _convert(text: str, default: Any, where: str) -> Any:
+        device, _, gb_per_s = text.partition("/")
+        try:
+            return hardware(device, float(gb_per_s))
+        except ValueError:
+            instead = f"{_HARDWARE}={_EXAMPLE}"
+            raise ConfigError(f"{text!r} is no device and GB/s", where=where, instead=instead) from None
     try:
         return int(text) if default is None else type(default)(text)
     except ValueError:
@@ -224,8 +189,6 @@ def _convert(text: str, default: Any, where: str) -> Any:
 
 
 def _read(path: str) -> str:
-    if path == "-":
-        return sys.stdin.read()
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -6,20 +6,18 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, Final
 
-from fsdp_compile.cli.named import named_function
+from fsdp_compile.cli.arguments import named_function
 from fsdp_compile.config.choices import DTYPES, LOWER
 from fsdp_compile.errors import ParityError, RankFailedError
 from fsdp_compile.parity.kinds import Accumulation, Level, Reference, check_counts
 
 if TYPE_CHECKING:
-    import torch
-
-    from fsdp_compile.parity.report import ParityReport
+    from torch import Tensor, nn
 
 NAME = "parity"
 ABOUT = "Train the compiled model beside an eager one on real processes and compare every number."
 
-_BUILT_IN: Final = "fsdp_compile.cli.parity_model:make_model"
+_BUILT_IN: Final = "fsdp_compile.cli.parity:make_model"
 _CONTRACT: Final = "a function without arguments that returns a module"
 
 
@@ -65,17 +63,19 @@ def run(arguments: argparse.Namespace) -> int:
     counts = {"steps": arguments.steps, "micro_batches": arguments.micro_batches}
     check_counts(arguments.world_size, arguments.replicas, **counts)
     # Whatever is refused above is refused without importing torch.
+    import torch
+    from rich.console import Console
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     from fsdp_compile.parity.api import check_parity
 
-    module = arguments.model.partition(":")[0]
+    batch = arguments.batch or f"{arguments.model.partition(':')[0]}:make_batch"
+    dtypes = {name: getattr(arguments, name) for name in ("param_dtype", "reduce_dtype")}
+    status = 0
     try:
         report = check_parity(
             named_function(arguments.model, _CONTRACT),
-            named_function(
-                arguments.batch or f"{module}:make_batch", "a function from the number of a step to a batch"
-            ),
+            named_function(batch, "a function from the number of a step to a batch"),
             world_size=arguments.world_size,
             reference=arguments.reference,
             level=arguments.level,
@@ -83,36 +83,54 @@ def run(arguments: argparse.Namespace) -> int:
             accumulation=arguments.accumulation,
             replicas=arguments.replicas,
             reshard_after_forward=not arguments.keep,
-            mp_policy=MixedPrecisionPolicy(
-                param_dtype=_dtype(arguments.param_dtype), reduce_dtype=_dtype(arguments.reduce_dtype)
-            ),
+            mp_policy=MixedPrecisionPolicy(**{name: dtype and getattr(torch, dtype) for name, dtype in dtypes.items()}),
             options={"lower": arguments.lower} if arguments.lower else {},
             bisect=arguments.bisect,
         )
     except ParityError as error:
-        _show(error.report, arguments)
-        return 1
+        report, status = error.report, 1
     except RankFailedError as error:
         print(error, file=sys.stderr)
         return 1
-    _show(report, arguments)
-    return 0
-
-
-def _show(report: ParityReport, arguments: argparse.Namespace) -> None:
     if arguments.json:
         print(report.to_json())
     elif sys.stdout.isatty():
-        from rich.console import Console
-
         console = Console(highlight=False, markup=False)
         for part in report.parts():
             console.print(part)
     else:
         print(report, end="")
+    return status
 
 
-def _dtype(name: str | None) -> torch.dtype | None:
+_SEQUENCE: Final = 32
+
+
+def make_model() -> nn.Module:
+    """The model that is compared when none is named: a small Llama over bytes that returns its own loss."""
+    import torch.nn.functional as F
+    from torch import nn
+
+    from fsdp_compile.training.model import Llama, ModelShape
+
+    class LanguageModel(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.llama = Llama(ModelShape(width=64, layers=3, heads=4, seq_len=_SEQUENCE))
+
+        def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+            """The mean cross-entropy of the next byte, in nats."""
+            return F.cross_entropy(self.llama(tokens).flatten(0, 1).float(), targets.flatten())
+
+    return LanguageModel()
+
+
+def make_batch(step: int) -> tuple[Tensor, Tensor]:
+    """Random bytes and those that follow them, `[16, 32]` each."""
     import torch
 
-    return None if name is None else getattr(torch, name)
+    from fsdp_compile.training.model import VOCABULARY
+
+    generator = torch.Generator().manual_seed(step)
+    text = torch.randint(0, VOCABULARY, (16, _SEQUENCE + 1), generator=generator)
+    return text[:, :-1], text[:, 1:]

@@ -11,6 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from fsdp_compile.cli.arguments import add_backend
 from fsdp_compile.comm.placement import TIMEOUT_S, DeviceKind, Placement, launcher_folder, restarts
 from fsdp_compile.errors import ConfigError, RankFailedError
 from fsdp_compile.training.checkpoint_folder import step_of
@@ -32,12 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="processes to start on this host (default: one per GPU, or 2; below torchrun: those it started)",
     )
-    run.add_argument(
-        "--device",
-        choices=[kind.value for kind in DeviceKind],
-        default=DeviceKind.AUTO.value,
-        help="cpu uses gloo, cuda uses NCCL (default: cuda where every local rank has a GPU)",
-    )
+    add_backend(run)
     run.add_argument(
         "--timeout",
         type=float,

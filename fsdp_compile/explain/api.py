@@ -14,7 +14,7 @@ from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.cost.hardware import hardware as named_hardware
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.explain.build import build_plan
-from fsdp_compile.explain.open_sizes import Dims, OpenInputs, open_inputs
+from fsdp_compile.explain.open_batch import Inputs, hollow_inputs
 from fsdp_compile.explain.plan import Plan
 from fsdp_compile.explain.rescale import Traced
 from fsdp_compile.explain.skipped import not_in_graphs
@@ -35,7 +35,6 @@ def explain(
     world_size: int | None = None,
     options: Mapping[str, Any] | FSDPOptions | None = None,
     hardware: Hardware | None = None,
-    dims: Dims | None = None,
     **kwargs: Any,
 ) -> Plan:
     """Reports what the passes make of a model, and estimates its time and memory.
@@ -51,15 +50,11 @@ def explain(
             as one graph in which each unit is gathered while the one before it computes, and reduced while the next one
             does, as the graphs of blocks are; else as a whole.
         hardware: What times are estimated for; by default that of `options`, or hosts of H100 with 400 Gb/s per device.
-        dims: Dimensions of the inputs that stay open, so that `Plan.at` takes other sizes of them:
-            `{"batch": 0, "sequence": 1}` for every tensor argument with so many dimensions, or, where only some have
-            it, `{"sequence": {"input_ids": 1, "labels": 1}}`. Python numbers among the arguments stay as they are.
         **kwargs: Keyword arguments of its forward.
 
     Raises:
-        ConfigError: For a wrong option, no world size, a process group of another size, dims that inputs lack, or two
-            different machines.
-        UnsupportedModelError: If the model cannot be traced or sharded, or an open dimension can have one size only.
+        ConfigError: For a wrong option, no world size, a process group of another size, or two different machines.
+        UnsupportedModelError: If the model cannot be traced or sharded.
     """
     checked = FSDPOptions.from_dict(options)
     if not isinstance(model, nn.Module):
@@ -79,7 +74,7 @@ def explain(
     if checked.regions == "blocks":
         checked = as_blocks(checked)
     if states_below(plain):
-        if args or kwargs or options is not None or dims:
+        if args or kwargs or options is not None:
             raise ConfigError(
                 "a sharded model is explained as it ran; inputs and options have no effect",
                 where=f"explain({type(plain).__name__}, ...)",
@@ -88,16 +83,14 @@ def explain(
         return _plan_of_run(plain, world_size, estimated_for)
     if checked.prefetch == "auto":
         checked = dataclasses.replace(checked, hardware=checked.planned_for or estimated_for)
-    inputs = open_inputs(plain, args, kwargs, dims or {})
+    inputs = hollow_inputs(args, kwargs)
     with planning_world(world_size) as ranks:
         traced = traced_model(plain, inputs, ranks, checked)
-        if inputs.sizes:
-            return traced.planned(ranks, inputs.sizes, estimated_for)
-        return traced.plan([region.steps for region in traced.regions], traced.units, ranks, {}, estimated_for)
+        return traced.plan([region.steps for region in traced.regions], traced.units, ranks, estimated_for)
 
 
 def traced_model(
-    plain: nn.Module, inputs: OpenInputs, ranks: int, options: FSDPOptions, recomputed: int | None = None
+    plain: nn.Module, inputs: Inputs, ranks: int, options: FSDPOptions, recomputed: int | None = None
 ) -> Traced:
     """Traces a sharded copy of a plain model, inside of `planning_world`.
 
@@ -106,8 +99,8 @@ def traced_model(
         inputs: What its forward is called with.
         ranks: Of the world.
         options: Of the compile.
-        recomputed: How many blocks are computed again in backward, in graphs that are captured only; `None` for as few
-            as the budget allows.
+        recomputed: How many blocks are computed again in backward, in graphs that are captured and on which no passes
+            run; `None` for as few as the budget allows.
 
     Raises:
         UnsupportedModelError: If the model cannot be traced or sharded.

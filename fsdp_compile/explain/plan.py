@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fsdp_compile.cost.communicate import COPIES
-from fsdp_compile.cost.hardware import Hardware
+from fsdp_compile.cost.hardware import Hardware, hardware
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.explain.page import page, to_plain, trace_events
 from fsdp_compile.explain.report import GraphPlan, Number, Skipped, UnitPlan, Volume
-from fsdp_compile.explain.tables import as_text, parts
+from fsdp_compile.explain.tables import as_text, page, parts, to_plain
 from fsdp_compile.ir.graph import Phase, StepGraph
 
 if TYPE_CHECKING:
@@ -22,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What the passes make of a model; `print` it, save it as a page or a trace, or read it as data.
+    """What the passes make of a model; `print` it, save it as a page, or read it as data.
 
     Attributes:
         units: All units, in registration order.
@@ -30,9 +27,8 @@ class Plan:
         volume: Communication of one step.
         skipped: What is not done, and why.
         numbers: What times were estimated with, and where each number comes from.
-        sizes: Of the dimensions that were open when the model was traced, by name.
         traced: The graphs before the passes, for `at`; `None` for a model that has run.
-        steps: For each region the graphs after the passes, for `measured`; none for a model that has run.
+        steps: For each region the graphs after the passes; none for a model that has run.
     """
 
     title: str
@@ -43,7 +39,6 @@ class Plan:
     volume: Volume
     skipped: tuple[Skipped, ...]
     numbers: tuple[Number, ...]
-    sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     traced: Traced | None = dataclasses.field(default=None, repr=False, compare=False)
     steps: tuple[tuple[StepGraph, ...], ...] = dataclasses.field(default=(), repr=False, compare=False)
     derived: ClassVar = ("step_us", "busy_us", "peak_bytes", "host_bytes", "links", "lanes")
@@ -109,58 +104,36 @@ class Plan:
         """Host memory of one rank: offloaded shards and gradients, without optimizer state."""
         return sum(unit.host_bytes for unit in self.units)
 
-    def at(
-        self,
-        *,
-        world_size: int | None = None,
-        gb_per_s: float | None = None,
-        batch: int | None = None,
-        sequence: int | None = None,
-    ) -> Plan:
-        """The plan for other ranks, another link or other sizes; the passes run again, the model is not traced again.
+    def at(self, *, world_size: int | None = None, gb_per_s: float | None = None) -> Plan:
+        """The plan for other ranks or another link; the passes run again, the model is not traced again.
 
         Args:
             world_size: Ranks that share the parameters.
             gb_per_s: What one rank sends in one direction, 1e9 byte/s.
-            batch: Size of the dimension that `explain(dims=...)` calls "batch".
-            sequence: Size of the dimension that it calls "sequence".
 
         Raises:
             ConfigError: For a number that is not positive, a model that has run already, other ranks of a mesh of two
-                dimensions or of a part of the world, other ranks where blocks are computed again for a budget, or a
-                size that was not open or for which the model's graph is another one.
+                dimensions or of a part of the world, or other ranks where blocks are computed again for a budget.
         """
-        given = {"batch": batch, "sequence": sequence}
-        sizes = {name: size for name, size in given.items() if size is not None}
-        return self.origin("Plan.at(...)").at(self, world_size, gb_per_s, sizes)
-
-    def origin(self, where: str) -> Traced:
-        """The graphs before the passes; raises `ConfigError` for a model that has run, which has none."""
         if self.traced is None:
             raise ConfigError(
                 "the plan is of a model that has run, on the ranks that there were, and has no graphs to plan anew",
-                where=where,
+                where="Plan.at(...)",
                 instead="explain() the plain model before it is sharded",
             )
-        return self.traced
+        link = self.hardware.link if gb_per_s is None else hardware(link=gb_per_s).link
+        ranks = self.world_size if world_size is None else world_size
+        return self.traced.planned(ranks, dataclasses.replace(self.hardware, link=link))
 
     def __str__(self) -> str:
         return as_text(parts(self), width=80)
 
     def save_html(self, path: str | Path) -> Path:
         """Writes one self-contained page and returns its path."""
-        return _write(path, page(self))
-
-    def save_trace(self, path: str | Path) -> Path:
-        """Writes a trace that Perfetto and chrome://tracing open, and returns its path."""
-        return _write(path, json.dumps(trace_events(self)))
+        target = Path(path)
+        target.write_text(page(self), encoding="utf-8")
+        return target
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as dicts, lists, strings and numbers, ready for JSON; units are in the names of the fields."""
         return to_plain(self)
-
-
-def _write(path: str | Path, text: str) -> Path:
-    target = Path(path)
-    target.write_text(text, encoding="utf-8")
-    return target

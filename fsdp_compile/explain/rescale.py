@@ -1,9 +1,8 @@
-"""A plan for other ranks, another link or other sizes of the inputs, from graphs that were traced once.
+"""A plan for other ranks, another link or another batch, from graphs that were traced once.
 
 Before the passes, the number of ranks that share a parameter is in the text of its reads, and nowhere else in a graph
 (one rank leaves out what makes messages smaller: to and from one rank, such graphs are refused). So the texts are
-rewritten, the flat parameters get their new sizes, and the passes run again. Sizes of inputs are symbols in such a
-graph; numbers replace them before the passes (`open_sizes.py`).
+rewritten, the flat parameters get their new sizes, and the passes run again.
 """
 
 from __future__ import annotations
@@ -16,11 +15,10 @@ import torch
 from torch import fx, nn
 
 from fsdp_compile.cost.fusion import Fusion
-from fsdp_compile.cost.hardware import Hardware, hardware
+from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.cost.memory import bytes_beside
 from fsdp_compile.errors import BudgetTooSmallError, ConfigError
 from fsdp_compile.explain.build import build_plan
-from fsdp_compile.explain.open_sizes import SYMBOLS, closed
 from fsdp_compile.explain.plan import Plan
 from fsdp_compile.explain.trace import TracedRegion
 from fsdp_compile.explain.units import UnitData, flat_numel
@@ -96,24 +94,8 @@ class Traced:
     options: FSDPOptions
     fusion: Fusion
 
-    def at(self, plan: Plan, world_size: int | None, gb_per_s: float | None, sizes: Mapping[str, int]) -> Plan:
-        """See `Plan.at`; the rest is as in a plan of this model."""
-        for name, size in sizes.items():
-            if name not in plan.sizes:
-                raise ConfigError(
-                    f"{name} was a number when the model was traced",
-                    where=f"Plan.at({name}={size})",
-                    instead=f'explain(..., dims={{"{name}": {list(SYMBOLS).index(name)}}}): the dimension of inputs '
-                    "that it is",
-                )
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ConfigError(f"{name} cannot be {size!r}", where=f"Plan.at({name}=...)", instead="1, 2, ...")
-        link = plan.hardware.link if gb_per_s is None else hardware(link=gb_per_s).link
-        there = dataclasses.replace(plan.hardware, link=link)
-        return self.planned(plan.world_size if world_size is None else world_size, {**plan.sizes, **sizes}, there)
-
-    def planned(self, ranks: int, sizes: Mapping[str, int], planned_for: Hardware) -> Plan:
-        """Runs the passes on the traced graphs, rewritten for so many ranks and for inputs of these sizes.
+    def planned(self, ranks: int, planned_for: Hardware) -> Plan:
+        """Runs the passes on the traced graphs, rewritten for so many ranks.
 
         Raises:
             ConfigError: If the model has other graphs there.
@@ -124,22 +106,21 @@ class Traced:
         for reason in self._other_graphs(ranks) if elsewhere else ():
             raise self._refusal(reason, ranks)
         try:
-            steps, units = self.resharded(Sharding(ranks) if elsewhere else None, sizes, planned_for, self.options)
+            steps, units = self.resharded(Sharding(ranks) if elsewhere else None, None, planned_for, self.options)
         except BudgetTooSmallError as error:
-            # Reports with open sizes compute nothing again, on no ranks.
-            if sizes or not self.options.may_recompute or not elsewhere:
+            if not self.options.may_recompute or not elsewhere:
                 raise
             raise self._refusal(_RECOMPUTED.format(self.world_size), ranks) from error
-        return self.plan(steps, units, ranks, sizes, planned_for)
+        return self.plan(steps, units, ranks, planned_for)
 
     def resharded(
-        self, sharding: Sharding | None, sizes: Mapping[str, int], planned_for: Hardware, options: FSDPOptions
+        self, sharding: Sharding | None, batch: int | None, planned_for: Hardware, options: FSDPOptions
     ) -> tuple[list[list[StepGraph]], Sequence[UnitData]]:
         """Runs the passes on copies of the traced graphs.
 
         Args:
             sharding: What they are rewritten for; `None` for what they were traced for.
-            sizes: Of open dimensions.
+            batch: Size of an open batch.
             planned_for: Device and links of a planned schedule.
             options: Of the passes.
 
@@ -147,12 +128,10 @@ class Traced:
             For each region its graphs after the passes, and the units with their parameters so sharded.
 
         Raises:
-            ConfigError: For sizes with which the traced graph is another one, or a budget that no schedule keeps.
+            ConfigError: For a batch with which the traced graph is another one, or a budget that no schedule keeps.
         """
         units: Sequence[UnitData] = self.units
-        for region in self.regions:
-            region.sizes.check(sizes)  # another size may need another graph, which only a new trace can make
-        regions = self.closed_at(sizes)
+        regions = self.closed_at(batch)
         if sharding is not None:
             units = [_resized(unit, sharding) for unit in units]
             for step in (step for steps in regions for step in steps):
@@ -173,22 +152,21 @@ class Traced:
             made.append([transform(step, options) for step in steps])
         return made, units
 
-    def closed_at(self, sizes: Mapping[str, int]) -> list[list[StepGraph]]:
-        """Copies of the traced graphs before the passes, for inputs of these sizes."""
-        return [[closed(step, of.sizes, sizes) for step in of.captured] for of in self.regions]
+    def closed_at(self, batch: int | None) -> list[list[StepGraph]]:
+        """Copies of the traced graphs before the passes, for this size of an open batch."""
+        if batch is None:
+            return [[step.copy() for step in region.captured] for region in self.regions]
+        for region in self.regions:
+            region.batch.check(batch)  # another size may need another graph, which only a new trace can make
+        return [[region.batch.closed(step, batch) for step in region.captured] for region in self.regions]
 
     def plan(
-        self,
-        regions: Sequence[Sequence[StepGraph]],
-        units: Sequence[UnitData],
-        ranks: int,
-        sizes: Mapping[str, int],
-        planned_for: Hardware,
+        self, regions: Sequence[Sequence[StepGraph]], units: Sequence[UnitData], ranks: int, planned_for: Hardware
     ) -> Plan:
         """Reports on graphs after the passes, with the units as they are on so many ranks."""
         fusion = self.fusion
         made = build_plan(self.model, units, regions, world_size=ranks, hardware=planned_for, fusion=fusion)
-        return dataclasses.replace(made, sizes=dict(sizes), traced=self, steps=tuple(map(tuple, regions)))
+        return dataclasses.replace(made, traced=self, steps=tuple(map(tuple, regions)))
 
     def _refusal(self, reason: str, ranks: int) -> ConfigError:
         where = f"Plan.at(world_size={ranks}) of a plan for {self.world_size}"

@@ -1,12 +1,20 @@
-"""`profile_step`: a step of a compiled model as it was planned and as it ran, as numbers and as a picture."""
+"""`profile_step`: a step of a compiled model as it was planned and as it ran.
+
+Both sides say when a rank computes and communicates, and what memory it takes. The measured one comes from a trace of
+torch's profiler. On a device with streams, computation and collectives are its kernels. A CPU has none: there it
+computes whenever the thread of the step does not wait for a collective, and collectives are what gloo's own threads do.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import enum
+import itertools
 import json
+import operator
+import re
 import tempfile
-from collections.abc import Callable
-from importlib.util import find_spec
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -15,20 +23,67 @@ from torch import nn
 from torch.profiler import profile, record_function
 
 from fsdp_compile._torch.autograd import profiler_runs
+from fsdp_compile.cost.communicate import COPIES, Kind
 from fsdp_compile.cost.hardware import hardware_of
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.explain.api import as_it_ran, explain
-from fsdp_compile.explain.lanes import STEP, Lane, Side, clipped, measured_side, planned_side
-from fsdp_compile.explain.page import to_plain
 from fsdp_compile.explain.plan import Plan
 from fsdp_compile.explain.skipped import not_compiled
-from fsdp_compile.explain.tables import Table, as_text, size, time
+from fsdp_compile.explain.tables import Table, as_text, size, time, to_plain
 from fsdp_compile.fsdp2.module_class import user_class
+from fsdp_compile.ir.graph import Phase
+
+Stretch = tuple[float, float]
+"""Begin and end in us, from the start of the step."""
+
+
+class Lane(enum.Enum):
+    """What a rank does at the same time as something else."""
+
+    COMPUTATION = "computation"
+    GATHERS = "all-gathers"
+    REDUCTIONS = "reductions"
+    OTHER = "other collectives"
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """One step of one rank; times in us from its start.
+
+    Attributes:
+        lanes: For each lane when it is busy: stretches that do not overlap, in the order of time.
+        memory: Points of a staircase: when memory changes, and by then how many bytes more there are than at the start.
+        backward_us: When backward begins; the end of forward if there is none.
+        end_us: When backward has ended; what comes later (clipping, the optimizer) is not planned.
+    """
+
+    lanes: Mapping[Lane, tuple[Stretch, ...]]
+    memory: tuple[tuple[float, int], ...]
+    backward_us: float
+    end_us: float
+    derived: ClassVar = ("busy_us", "exposed_us", "peak_bytes")
+
+    @property
+    def busy_us(self) -> Mapping[Lane, float]:
+        """How long each lane is busy in forward and backward."""
+        return {lane: length_us(clipped(busy, 0.0, self.end_us)) for lane, busy in self.lanes.items()}
+
+    @property
+    def exposed_us(self) -> float:
+        """How long a collective runs in forward and backward, and no computation."""
+        sent = joined(stretch for lane, busy in self.lanes.items() if lane is not Lane.COMPUTATION for stretch in busy)
+        idle = gaps(self.lanes[Lane.COMPUTATION], 0.0, self.end_us)
+        return sum(length_us(clipped(sent, *gap)) for gap in idle)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that forward and backward have more than there was at the start."""
+        return max((held for at_us, held in self.memory if at_us <= self.end_us), default=0)
 
 
 @dataclasses.dataclass(frozen=True)
 class StepProfile:
-    """One step of this rank, planned and measured; `print` it, draw it, or read it as data.
+    """One step of this rank, planned and measured; `print` it, or read it as data.
 
     Both sides have the same lanes, in us from the start of the step, and memory in bytes more than at its start.
 
@@ -58,80 +113,9 @@ class StepProfile:
         ]
         return Table(self.title, ("", "planned ", "measured "), rows)
 
-    def save_png(self, path: str | Path) -> Path:
-        """Draws both timelines and memory curves into a PNG, and returns its path.
-
-        Raises:
-            ConfigError: If matplotlib is not installed.
-        """
-        return _draw(self, Path(path))
-
     def to_dict(self) -> dict[str, Any]:
         """Everything as dicts, lists, strings and numbers, ready for JSON; units are in the names of the fields."""
         return to_plain(self)
-
-
-_COLOURS: Final = {
-    Lane.COMPUTATION: "#3a923a",
-    Lane.GATHERS: "#2b7bba",
-    Lane.REDUCTIONS: "#c2571a",
-    Lane.OTHER: "#7d5ba6",
-}
-_LATER: Final = "#bbbbbb"
-_BAR: Final = 0.8
-_COMPARABLE: Final = 4.0
-"""Steps have one scale of time while neither is longer than so many of the other one."""
-
-
-def _draw(profiled: StepProfile, path: Path) -> Path:
-    """Lanes above memory, the planned side on the left; times in ms, memory in MB (1e6 bytes)."""
-    if find_spec("matplotlib") is None:
-        raise ConfigError(
-            "a picture takes matplotlib, which is not installed",
-            where=f"StepProfile.save_png({str(path)!r})",
-            instead="pip install 'fsdp-compile[plot]', or the numbers as data",
-        )
-    # The object interface draws without a display and without global state.
-    from matplotlib.figure import Figure
-
-    planned, measured = profiled.planned, profiled.measured
-    figure: Any = Figure(figsize=(13, 6), layout="constrained")
-    figure.suptitle(profiled.title)
-    lanes = [lane for lane in Lane if planned.lanes[lane] or measured.lanes[lane]]
-    columns = figure.subplots(2, 2, sharex="col", sharey="row").T
-    ends = [_last_us(planned), _last_us(measured)]
-    if max(ends) <= _COMPARABLE * min(ends):
-        ends = [max(ends)] * 2
-    sides = (("planned", planned), ("measured", measured))
-    for (top, bottom), (name, side), end_us in zip(columns, sides, ends, strict=True):
-        _draw_lanes(top, side, lanes)
-        exposed = f"exposed {side.exposed_us / 1e3:.1f} ms, peak {side.peak_bytes / 1e6:.1f} MB"
-        top.set_title(f"{name}: {side.end_us / 1e3:.1f} ms, {exposed}", loc="left", fontsize=10)
-        times, held = zip(*((at_us / 1e3, held / 1e6) for at_us, held in side.memory), strict=True)
-        bottom.fill_between(times, held, step="post", alpha=0.25, color="#475467", linewidth=0)
-        bottom.step(times, held, where="post", linewidth=1, color="#475467")
-        bottom.set(xlabel="time (ms)", xlim=(0, 1.02 * end_us / 1e3))
-        bottom.grid(visible=True, alpha=0.3)
-    columns[0][1].set_ylabel("memory over the start (MB)")
-    figure.savefig(path, dpi=150, format="png")
-    return path
-
-
-def _draw_lanes(axes: Any, side: Side, lanes: list[Lane]) -> None:
-    for row, lane in enumerate(lanes):
-        for begin, end, colour in ((0.0, side.end_us, _COLOURS[lane]), (side.end_us, float("inf"), _LATER)):
-            bars = [(first / 1e3, (last - first) / 1e3) for first, last in clipped(side.lanes[lane], begin, end)]
-            axes.broken_barh(bars, (row - _BAR / 2, _BAR), facecolors=colour)
-    for at_us, name in ((side.backward_us, "backward"), (side.end_us, "later")):
-        if at_us < _last_us(side):
-            axes.axvline(at_us / 1e3, color="#222222", linewidth=0.8, linestyle=":")
-            axes.text(at_us / 1e3, -0.55, f" {name}", fontsize=8, verticalalignment="bottom")
-    axes.set_yticks(range(len(lanes)), [lane.value for lane in lanes])
-    axes.set_ylim(len(lanes) - 0.4, -1.0)
-
-
-def _last_us(side: Side) -> float:
-    return max(side.end_us, *(end for busy in side.lanes.values() for _, end in busy))
 
 
 def profile_step(model: Any, step: Callable[[], object], *, plan: Plan | None = None) -> StepProfile:
@@ -149,7 +133,7 @@ def profile_step(model: Any, step: Callable[[], object], *, plan: Plan | None = 
         ConfigError: If the model has not run; if blocks share code and no plan is given; if a profiler already runs.
 
     Example:
-        The script `docs/examples/profile_step.py` draws a step into a PNG.
+        The script `docs/examples/profile_step.py` prints the numbers of a step.
     """
     plan = _plan_of(model) if plan is None else plan
     if profiler_runs():
@@ -182,3 +166,135 @@ def _plan_of(model: nn.Module) -> Plan:
             instead="plan=explain(plain_model, ..., options={'regions': 'blocks'}), of a model that is not sharded",
         )
     return explain(plain, hardware=regions[0].hardware or hardware_of(regions[0].steps[0]))
+
+
+def planned_side(plan: Plan) -> Side:
+    """The estimated timeline and memory of a plan."""
+    lanes: dict[Lane, list[Stretch]] = {lane: [] for lane in Lane}
+    memory: list[tuple[float, int]] = []
+    offset = backward = 0.0
+    for graph in plan.graphs:
+        lanes[Lane.COMPUTATION] += [(offset + span.begin_us, offset + span.end_us) for span in graph.spans]
+        for one in graph.sent:
+            if one.kind not in COPIES:
+                lanes[_KINDS.get(one.kind, Lane.OTHER)].append((offset + one.begin_us, offset + one.end_us))
+        totals = map(sum, zip(*graph.memory.live_bytes.values(), strict=True))
+        memory += [(offset + at_us, live) for at_us, live in zip(graph.memory.time_us, totals, strict=True)]
+        offset += graph.end_us
+        backward = offset if graph.phase is Phase.FORWARD else backward
+    at_start = memory[0][1] if memory else 0
+    return Side(
+        lanes={lane: joined(busy) for lane, busy in lanes.items()},
+        memory=tuple((at_us, live - at_start) for at_us, live in memory),
+        backward_us=backward,
+        end_us=offset,
+    )
+
+
+_KINDS: Final = {Kind.GATHER: Lane.GATHERS, Kind.REDUCE: Lane.REDUCTIONS, Kind.REPLICATE: Lane.REDUCTIONS}
+
+Event = Mapping[str, Any]
+"""One event of the Trace Event format, with times in us."""
+
+STEP: Final = "fsdp_compile: the step"
+"""The range around the step."""
+_BACKWARD: Final = "autograd::engine::evaluate_function"
+_WAIT: Final = "_c10d_functional::wait_tensor"
+_BY_DEVICE: Final = {"kernel", "gpu_memcpy", "gpu_memset"}
+_BY_LAUNCH: Final = {"cuda_runtime", "cuda_driver", "xpu_runtime"}
+_COLLECTIVE: Final = re.compile(r"^(?:gloo:|(?:nccl|rccl)\w*?_)(\w+)", flags=re.IGNORECASE)
+_CPU: Final = 0
+"""Torch's number of this type of device."""
+
+
+def measured_side(events: Sequence[Event]) -> Side:
+    """The step in a trace: that of the range `STEP`."""
+    timed = [event for event in events if event.get("ph") == "X"]
+    step = next(event for event in timed if event["name"] == STEP)
+    start, end = step["ts"], _end(step)
+    kernels = [event for event in timed if event.get("cat") in _BY_DEVICE]
+    backward = [event for event in timed if event["name"].startswith(_BACKWARD) and start <= event["ts"] <= end]
+    begins, ends = min((event["ts"] for event in backward), default=end), max(map(_end, backward), default=end)
+    lanes: dict[Lane, list[Stretch]] = {lane: [] for lane in Lane}
+    if kernels:
+        launches = [event for event in timed if event.get("cat") in _BY_LAUNCH]
+        launched: dict[Any, float] = {each.get("args", {}).get("correlation"): each["ts"] for each in launches}
+        # Kernels run later than the host launches them.
+        by_launch = [(launched.get(each.get("args", {}).get("correlation")) or each["ts"], each) for each in kernels]
+        of_backward = [kernel["ts"] for at, kernel in by_launch if begins <= at <= ends]
+        ends = max((_end(kernel) for at, kernel in by_launch if at <= ends), default=ends)
+        begins = min(of_backward, default=begins)
+        for kernel in kernels:
+            lanes[_lane(kernel["name"]) or Lane.COMPUTATION].append((kernel["ts"], _end(kernel)))
+    else:
+        waits = joined((e["ts"], _end(e)) for e in timed if e["name"] == _WAIT and e["tid"] == step["tid"])
+        lanes[Lane.COMPUTATION] += gaps(waits, start, end)
+        for event in timed:
+            if (lane := _lane(event["name"])) is not None:
+                lanes[lane].append((event["ts"], _end(event)))
+    return Side(
+        lanes={lane: tuple((b - start, e - start) for b, e in joined(busy)) for lane, busy in lanes.items()},
+        memory=_memory(events, start, end, on_device=bool(kernels)),
+        backward_us=begins - start,
+        end_us=ends - start,
+    )
+
+
+def _lane(name: str) -> Lane | None:
+    """The lane of a collective; `None` for what is none."""
+    found = _COLLECTIVE.match(name)
+    if found is None:
+        return None
+    what = found[1].lower().replace("_", "")
+    if what.startswith("allgather"):
+        return Lane.GATHERS
+    return Lane.REDUCTIONS if what.startswith(("reducescatter", "allreduce")) else Lane.OTHER
+
+
+def _memory(events: Sequence[Event], start: float, end: float, *, on_device: bool) -> tuple[tuple[float, int], ...]:
+    changes = [
+        (event["ts"], event["args"]["Bytes"])
+        for event in events
+        if event.get("name") == "[memory]" and (event["args"]["Device Type"] != _CPU) is on_device
+    ]
+    points, held = [(0.0, 0)], 0
+    for at, change in sorted(changes, key=operator.itemgetter(0)):
+        if start <= at <= end:
+            held += change
+            points.append((at - start, held))
+    return tuple(points)
+
+
+def _end(event: Event) -> float:
+    end: float = event["ts"] + event["dur"]
+    return end
+
+
+def joined(stretches: Iterable[Stretch]) -> tuple[Stretch, ...]:
+    """The same time in stretches that neither overlap nor touch."""
+    found: list[Stretch] = []
+    for begin, end in sorted(stretches):
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        elif end > begin:
+            found.append((begin, end))
+    return tuple(found)
+
+
+def gaps(stretches: Sequence[Stretch], begin: float, end: float) -> Iterator[Stretch]:
+    """The time from begin to end that joined stretches leave free."""
+    inside = list(clipped(stretches, begin, end))
+    edges = [begin, *itertools.chain.from_iterable(inside), end]
+    yield from (gap for gap in zip(edges[::2], edges[1::2], strict=True) if gap[0] < gap[1])
+
+
+def clipped(stretches: Iterable[Stretch], begin: float, end: float) -> Iterator[Stretch]:
+    """The parts of stretches from begin to end."""
+    for first, last in stretches:
+        if first < end and last > begin:
+            yield max(first, begin), min(last, end)
+
+
+def length_us(stretches: Iterable[Stretch]) -> float:
+    """Their time together."""
+    return sum(end - begin for begin, end in stretches)

@@ -1,12 +1,16 @@
-"""The report as tables: as text that fits 80 columns, without colour unless a terminal shows them, and for the page."""
+"""How a report is shown: as text that fits 80 columns, as plain data, and as one page that loads nothing."""
 
 from __future__ import annotations
 
 import dataclasses
+import enum
+import html
 import io
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Final
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib import resources
+from typing import TYPE_CHECKING, Any, Final
 
 from rich import box
 from rich import table as rich_table
@@ -14,7 +18,8 @@ from rich.console import Console, RenderableType
 
 from fsdp_compile.cost.communicate import COPIES, Kind
 from fsdp_compile.cost.copies import Way
-from fsdp_compile.explain.report import Collective, Exposure, GraphPlan
+from fsdp_compile.cost.memory import Holder
+from fsdp_compile.explain.report import Collective, Exposure, GraphPlan, MemoryCurve
 from fsdp_compile.ir.graph import Phase
 
 if TYPE_CHECKING:
@@ -122,8 +127,6 @@ def summary(plan: Plan) -> Iterator[tuple[str, str, str]]:
     padding = share(sum(unit.padding_bytes for unit in plan.units), held)
     numel = count(sum(unit.numel for unit in plan.units))
     yield "parameters", numel, f" in {len(plan.units)} units; {size(held)} per rank, padding {padding}"
-    if plan.sizes:
-        yield "open sizes", ", ".join(f"{name} {number}" for name, number in plan.sizes.items()), ""
     compute = time(plan.compute_us)
     yield "step", time(plan.step_us), f" = compute {compute} + exposed communication {time(plan.exposed_us)}"
     own = [c for graph in plan.graphs for c in graph.own]
@@ -187,13 +190,15 @@ def _collectives(title: str, graph: GraphPlan) -> Table:
         group = list(same)
         first = group[0]
         exposed = "hidden" if first.exposure is Exposure.HIDDEN else time(first.exposed_us) + " ea." * (len(group) > 1)
+        nodes = (first.start, first.wait, first.last_use, first.reshard)
+        places = ">".join(str(place.index) for place in nodes if place is not None)
         rows.append((
             _names([c.unit for c in group]),
             "\n".join(filter(None, (_SHORT[first.kind], _layout(first), first.link * several_links))),
             size(first.size_bytes),
             time(first.time_us),
             exposed,
-            f"{first.reason}\n{_places(first)}",
+            f"{first.reason}\n{places}",
         ))  # fmt: skip
     return Table(heading, ("unit", "what", "bytes ", "on link ", "exposed ", "because"), rows)
 
@@ -212,11 +217,6 @@ _SHORT: Final = {
     Kind.COPY_IN: "copy in",
     Kind.COPY_OUT: "copy out",
 }
-
-
-def _places(collective: Collective) -> str:
-    places = (collective.start, collective.wait, collective.last_use, collective.reshard)
-    return ">".join(f"{place.index}" for place in places if place is not None)
 
 
 def _layout(collective: Collective) -> str:
@@ -266,3 +266,71 @@ def skipped(plan: Plan) -> Table:
 def _names(names: Sequence[str]) -> str:
     """One name, or the first of several, the end of the last, and how many they are."""
     return names[0] if len(names) == 1 else f"{names[0]}..{names[-1].rpartition('.')[2]} ({len(names)})"
+
+
+_POINTS: Final = 900
+"""Memory is drawn with about this many points per graph; each is the largest sum of its stretch of time."""
+
+
+def to_plain(value: Any) -> Any:
+    """Dataclasses as dicts, enums as their values, everything else as JSON has it."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value) if field.repr]
+        return {name: to_plain(getattr(value, name)) for name in (*names, *getattr(value, "derived", ()))}
+    if isinstance(value, Mapping):
+        return {str(to_plain(key)): to_plain(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [to_plain(item) for item in value]
+    return value.value if isinstance(value, enum.Enum) else value
+
+
+def page(plan: Plan, headline: str = "") -> str:
+    """The text of the page, below a headline of the caller's, or the verdict of the plan."""
+    parts = {
+        "TITLE": html.escape(f"{plan.title} on {plan.world_size} ranks"),
+        "STYLE": _asset("page.css"),
+        "SCRIPT": _asset("page.js"),
+        "DATA": json.dumps(page_data(plan, headline), separators=(",", ":")).replace("<", "\\u003c"),
+    }
+    text = _asset("page.html")
+    for name, value in parts.items():
+        text = text.replace(f"<!--{name}-->", value)
+    return text
+
+
+def _asset(name: str) -> str:
+    return resources.files("fsdp_compile.explain").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def page_data(plan: Plan, headline: str = "") -> dict[str, Any]:
+    """What the script draws: the report, with one clock for all graphs and thinned memory curves, and tables."""
+    data = to_plain(plan)
+    offset = 0.0
+    for drawn, graph in zip(data["graphs"], plan.graphs, strict=True):
+        drawn["offset_us"] = offset
+        drawn["memory"]["curve"] = list(_thinned(graph.memory, graph.end_us))
+        del drawn["memory"]["time_us"], drawn["memory"]["live_bytes"]
+        offset += graph.end_us
+    used = {holder for graph in plan.graphs for holder in graph.memory.live_bytes}
+    data["holders"] = [holder.value for holder in Holder if holder in used]
+    data["verdict"] = headline or verdict(plan)
+    data["summary"] = list(summary(plan))
+    shown = (units, lanes, copied, skipped, numbers)
+    data["tables"] = [to_plain(table(plan)) for table in shown]
+    return data
+
+
+def _thinned(memory: MemoryCurve, end_us: float) -> Iterator[dict[str, Any]]:
+    """The node with the most live bytes out of each stretch of time."""
+    total = [sum(column) for column in zip(*memory.live_bytes.values(), strict=True)]
+    width = max(end_us, 1e-9) / _POINTS
+    best: dict[int, int] = {}
+    for index, time_us in enumerate(memory.time_us):
+        stretch = int(time_us / width)
+        if stretch not in best or total[index] > total[best[stretch]]:
+            best[stretch] = index
+    for index in best.values():
+        yield {
+            "time_us": memory.time_us[index],
+            "bytes": {holder.value: live[index] for holder, live in memory.live_bytes.items() if live[index]},
+        }

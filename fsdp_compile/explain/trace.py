@@ -7,12 +7,10 @@ returns hollow tensors of the right types, so that Python goes on after a graph 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import sympy
 import torch
 from torch import fx, nn
 
@@ -22,7 +20,7 @@ from fsdp_compile.capture.forms import is_whole_model, refusal_of_several, refus
 from fsdp_compile.capture.shard_embeddings import shard_lookups
 from fsdp_compile.cost.sizes import concrete
 from fsdp_compile.errors import FSDPCompileError, UnsupportedModelError
-from fsdp_compile.explain.open_sizes import OpenInputs, OpenSizes
+from fsdp_compile.explain.open_batch import Inputs, OpenBatch
 from fsdp_compile.explain.stand_in import hollow
 from fsdp_compile.fsdp2.module_class import user_class
 from fsdp_compile.fsdp2.take_over import note_backend
@@ -39,38 +37,27 @@ Claim = tuple[str, str]
 """Unit and name of a parameter."""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(kw_only=True)
 class TracedRegion(Region):
     """A region that records its graphs before and after the passes.
 
     Attributes:
         captured: Copies of its graphs before the passes, and before it is chosen what stays unsharded; forward first.
         whole: Whether it reads every unit of the model.
-        names: The symbols of open dimensions to ours; empty where all sizes are numbers.
-        env: The shape environment of its trace.
+        batch: What is open in its sizes.
         runs: Receives the region for each call of its forward, and which parameters it was called with.
         fixed: How many blocks are computed again in backward; `None` for as few as the budget allows.
     """
 
-    captured: list[StepGraph] = dataclasses.field(default_factory=list)
-    whole: bool = False
-    names: Mapping[sympy.Symbol, sympy.Symbol] = dataclasses.field(default_factory=dict)
-    env: Any = None
-    runs: list[Run] = dataclasses.field(default_factory=list)
-    fixed: int | None = None
+    captured: list[StepGraph]
+    whole: bool
+    batch: OpenBatch
+    runs: list[Run]
+    fixed: int | None
 
     def blocks_again(self, joint: fx.GraphModule, attempted: int) -> int:
         """How many blocks backward computes again."""
         return attempted if self.fixed is None else min(self.fixed, len(blocks(joint.graph)))
-
-    @functools.cached_property
-    def sizes(self) -> OpenSizes:
-        """What the sizes in its graphs mean, now that it has been traced.
-
-        Raises:
-            UnsupportedModelError: If the model works for one size only.
-        """
-        return OpenSizes.of(self.names, self.env)
 
     def finish(self, gm: fx.GraphModule, phase: Phase, compile_graph: Callable[[Sequence[Any]], Compiled]) -> Compiled:  # noqa: ARG002
         """Returns a function of the graph's signature that computes nothing."""
@@ -129,12 +116,8 @@ Run = tuple[TracedRegion, Mapping[Claim, Claim]]
 """A region that was called, and for each parameter that it was compiled for the one that it was called with."""
 
 
-def trace(
-    model: nn.Module, inputs: OpenInputs, options: FSDPOptions, recomputed: int | None = None
-) -> list[TracedRegion]:
+def trace(model: nn.Module, inputs: Inputs, options: FSDPOptions, recomputed: int | None = None) -> list[TracedRegion]:
     """Compiles a sharded stand-in without lowering it: see `traced_model`.
-
-    With open dimensions, or a number of blocks to compute again, graphs are captured and passes do not run.
 
     Returns:
         The compiled regions in the order in which they run, each with a forward and, when training, a backward; one
@@ -159,12 +142,12 @@ def trace(
             where=f"explain({user_class(model).__name__})",
             instead="arguments with which model(*args, **kwargs) runs; shapes are enough",
         ) from error
-    if inputs.sizes and len(runs) > 1:
+    if inputs.opened and len(runs) > 1:
         raise UnsupportedModelError(
-            f"graph breaks split the model into {len(runs)} regions, and sizes stay open only in the first",
-            where=f"explain({user_class(model).__name__}, dims=...)",
-            instead="a model without graph breaks (TORCH_LOGS=graph_breaks says where they are), or explain() without "
-            "dims",
+            f"graph breaks split the model into {len(runs)} regions, and the batch stays open only in the first",
+            where=f"plan({user_class(model).__name__}, ...)",
+            instead="a model without graph breaks (TORCH_LOGS=graph_breaks says where they are), or explain() for a "
+            "configuration that is chosen",
         )
     # As `refuse_budget_of_a_part`, where a loop in Python calls block after block.
     trained = [claims for region, claims in runs if claims and len(region.captured) > 1]
@@ -175,16 +158,13 @@ def trace(
 
 
 def _record(gm: fx.GraphModule, examples: Sequence[Any], *, options: Mapping[str, Any]) -> Any:
-    """The backend: compiles no graph, but records what the passes make of it.
-
-    Where sizes are open, or the number of blocks to compute again is given, graphs are captured and nothing else.
-    """
-    inputs: OpenInputs = options["inputs"]
+    """The backend: compiles no graph, but records what the passes make of it."""
+    inputs: Inputs = options["inputs"]
     checked: FSDPOptions = options["options"]
     if checked.embedding == "sharded":
         shard_lookups(gm)
     refuse_budget_of_a_part(examples, checked, breaks=ends_in_graph_break(gm))
-    only_captured = bool(inputs.sizes) or options["recomputed"] is not None
+    only_captured = options["recomputed"] is not None
     captured: list[StepGraph] = []
     whole = is_whole_model(examples)
 
@@ -206,8 +186,7 @@ def _record(gm: fx.GraphModule, examples: Sequence[Any], *, options: Mapping[str
         may_recompute=checked.may_recompute and not only_captured,
         captured=captured,
         whole=whole,
-        names=dict(inputs.symbols(gm, examples)),
-        env=None if mode is None else mode.shape_env,
+        batch=OpenBatch(inputs.symbols(gm, examples), None if mode is None else mode.shape_env),
         runs=options["runs"],
         fixed=options["recomputed"],
     )

@@ -49,12 +49,12 @@ class UnitData:
 
 def units_of(model: Model) -> tuple[UnitData, ...]:
     """The units of a model that have parameters, in the order of their modules."""
-    return tuple(UnitData(unit.title, tuple(map(_flat_of, unit.groups))) for unit in model.units if unit.groups)
 
+    def flat_of(group: ParamGroup) -> tuple[ParamData, ...]:
+        stored = group.flat.dtype
+        return tuple(ParamData(p.name, p.spec, stored, p.parameter.requires_grad) for p in group.params)
 
-def _flat_of(group: ParamGroup) -> tuple[ParamData, ...]:
-    stored = group.flat.dtype
-    return tuple(ParamData(p.name, p.spec, stored, p.parameter.requires_grad) for p in group.params)
+    return tuple(UnitData(unit.title, tuple(map(flat_of, unit.groups))) for unit in model.units if unit.groups)
 
 
 def flat_numel(specs: Iterable[UnshardSpec]) -> int:

@@ -16,9 +16,8 @@ from fsdp_compile.config.policy import AnyPrecisionPolicy, as_mixed_precision
 from fsdp_compile.cost.hardware import DEVICES, LINKS, Hardware, hardware
 from fsdp_compile.errors import BudgetTooSmallError
 from fsdp_compile.explain.api import explain
-from fsdp_compile.explain.page import page, to_plain
 from fsdp_compile.explain.stand_in import planning_world
-from fsdp_compile.explain.tables import Table, as_text, size, time
+from fsdp_compile.explain.tables import Table, as_text, page, size, time, to_plain
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.search.choice import OPTIMIZERS, Ask, Choice, Configuration, Form, Offload, Part
 from fsdp_compile.search.search import TOLERANCE, Found, Program

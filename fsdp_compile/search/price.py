@@ -105,7 +105,7 @@ class Between:
 def price(
     traced: Traced,
     sharding: Sharding,
-    sizes: Mapping[str, int],
+    batch: int | None,
     hardware: Hardware,
     options: FSDPOptions,
     stack: tuple[Stack, int] | None,
@@ -113,17 +113,17 @@ def price(
     """Runs the passes for a sharding, and estimates time and memory of the result.
 
     Args:
-        traced: With open sizes, for all ranks of a 1-D mesh.
+        traced: For all ranks of a 1-D mesh.
         sharding: How parameters are shared.
-        sizes: Of open dimensions.
+        batch: Its size, where it is open.
         hardware: What times are estimated for.
         options: Of the passes.
         stack: Like blocks, and how many of them were traced.
 
     Raises:
-        ConfigError: If the model has another graph for such sizes.
+        ConfigError: If the model has another graph for such a batch.
     """
-    regions, units = traced.resharded(sharding, sizes, hardware, options)
+    regions, units = traced.resharded(sharding, batch, hardware, options)
     kernels = {step.graph: plan_kernels(step.graph, traced.fusion) for steps in regions for step in steps}
     memories = memory_of_step(regions, lambda step: kernels[step.graph])
     titles = frozenset(unit.title for unit in units)
@@ -147,9 +147,9 @@ def price(
     )
 
 
-def computing_us(traced: Traced, sizes: Mapping[str, int], hardware: Hardware) -> float:
+def computing_us(traced: Traced, batch: int | None, hardware: Hardware) -> float:
     """Computing alone of the graphs before the passes, which only add copies to it."""
-    graphs = [step.graph for steps in traced.closed_at(sizes) for step in steps]
+    graphs = [step.graph for steps in traced.closed_at(batch) for step in steps]
     kernels: list[Kernels] = [plan_kernels(graph, traced.fusion) for graph in graphs]
     costs = [node_costs(graph, hardware, of) for graph, of in zip(graphs, kernels, strict=True)]
     return sum(cost.time_us for each in costs for cost in each.values())

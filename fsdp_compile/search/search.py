@@ -17,7 +17,7 @@ from fsdp_compile.cost.devices import DEVICES
 from fsdp_compile.cost.links import share_of_others
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.explain.api import as_blocks, traced_model
-from fsdp_compile.explain.open_sizes import open_inputs
+from fsdp_compile.explain.open_batch import hollow_inputs
 from fsdp_compile.explain.rescale import Traced
 from fsdp_compile.explain.stand_in import planning_world
 from fsdp_compile.layout.hosts import GroupRanks
@@ -235,8 +235,8 @@ class Search:
         return made[0] if self.stack is None else tuple(map(self._between.grow, *made))  # type: ignore[return-value]
 
     def _compute(self, micro_batch: int, recomputed: int) -> float:
-        there, sizes = self.ask.hardware, self._sizes(micro_batch)
-        made = [computing_us(self._traced(depth, recomputed), sizes, there) for depth in self.depths]
+        there, batch = self.ask.hardware, self._batch(micro_batch)
+        made = [computing_us(self._traced(depth, recomputed), batch, there) for depth in self.depths]
         return made[0] if self.stack is None else self._between.grow(*made)
 
     @property
@@ -248,14 +248,14 @@ class Search:
         """Graphs of the model with so many blocks; the size of a batch is open if the search has several of them."""
         of = self.program
         model = of.model if depth is None or self.stack is None else shortened(of.model, self.stack, depth)
-        args, kwargs = (of.args, of.kwargs) if self._sizes(1) else of.with_batch(1)
+        args, kwargs = (of.args, of.kwargs) if self._is_open else of.with_batch(1)
         options = dataclasses.replace(of.options, reshard_after_forward="auto")
-        inputs = open_inputs(model, args, kwargs, dict.fromkeys(self._sizes(1), 0))
+        inputs = hollow_inputs(args, kwargs, open_batch=self._is_open)
         return traced_model(model, inputs, self.ask.gpus, options, recomputed)
 
-    def _sizes(self, micro_batch: int) -> dict[str, int]:
-        """Of open dimensions; none where a rank has one sample, since graphs with numbers are traced faster."""
-        return {"batch": micro_batch} if self._is_open else {}
+    def _batch(self, micro_batch: int) -> int | None:
+        """Of open graphs; `None` where a rank has one sample, since graphs with numbers are traced faster."""
+        return micro_batch if self._is_open else None
 
     def _price(self, choice: Choice, recomputed: int) -> Price:
         few, *more = (self._price_at(depth, choice, recomputed) for depth in self.depths)
@@ -265,7 +265,7 @@ class Search:
         traced = self._traced(depth, recomputed)
         options = as_blocks(traced.options) if choice.form is Form.BLOCKS else traced.options
         stack = None if self.stack is None or depth is None else (self.stack, depth)
-        return price(traced, choice.sharding, self._sizes(choice.micro_batch), self.ask.hardware, options, stack)
+        return price(traced, choice.sharding, self._batch(choice.micro_batch), self.ask.hardware, options, stack)
 
 
 def _mixed(saved: Price, again: Price, share: float) -> Price:

@@ -56,7 +56,7 @@ class TrainConfig:
     on_nonfinite: OnNonFinite = option("stop", "a loss or gradient not finite: stop ends, skip goes on without update")  # noqa: RUF009
     seed: int = option(0, "decides initial weights, batches and sample", at_least=0, at_most=2**63 - 1)
     log_every: int = option(5, "steps between two lines of metrics", at_least=1)
-    profile: bool = option(default=False, about="draw the third step, planned and measured, into the run's step.png")
+    profile: bool = option(default=False, about="print the times of the third step, planned and measured")
     eval_every: int = option(50, "steps between two held-out losses", at_least=1)
     eval_batches: int = option(4, "batches of held-out text per held-out loss", at_least=1)
     checkpoint_every: int = option(50, "steps between two checkpoints", at_least=1)

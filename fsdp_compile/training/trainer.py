@@ -7,7 +7,6 @@ import resource
 import time
 from contextlib import ExitStack
 from dataclasses import replace
-from importlib.util import find_spec
 from statistics import fmean
 
 import torch
@@ -136,7 +135,7 @@ class Trainer:
         return loss.detach(), whole_norm
 
     def _profile(self, step: int) -> tuple[Tensor, Tensor]:
-        """`step`, and its picture."""
+        """`step`, compared with its plan."""
         results: list[tuple[Tensor, Tensor]] = []
         try:
             profile = profile_step(self.compiled, lambda: results.append(self.step(step)))
@@ -144,8 +143,6 @@ class Trainer:
             self.display.say(f"step {step} is not profiled: {error}")
             return results[0] if results else self.step(step)
         self.display.say(str(profile))
-        if self.world.rank == 0 and find_spec("matplotlib") is not None:
-            self.display.say(f"step {step}: {profile.save_png(self.job.folder / 'step.png')}")
         return results[0]
 
     @torch.no_grad()

@@ -127,15 +127,13 @@ def test_every_benchmark_runs(name: str, tmp_path: Path) -> None:
 @pytest.mark.optional
 @pytest.mark.inductor
 def test_predictions_stand_beside_measurements(tmp_path: Path) -> None:
-    cache = tmp_path / "times.json"
-    rows = _run("cost_model", tmp_path, "--fsdp-options", '{"lower": "eager"}', "--cache", str(cache))["results"]
+    rows = _run("cost_model", tmp_path, "--fsdp-options", '{"lower": "eager"}')["results"]
     assert [row["what"] for row in rows] == [
         *("compute, roofline", "compute, measured", "step, roofline", "step, measured", "peak memory"),
         *("all-gather, 1 MB", "reduce-scatter, 1 MB"),
     ]
     for row in rows:
         assert row["prediction_error"] == pytest.approx(row["predicted"] / row["measured"] - 1)
-    assert cache.exists()
 
 
 @pytest.mark.long

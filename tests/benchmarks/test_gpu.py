@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shutil
 import subprocess
@@ -90,33 +91,23 @@ def test_budgets_and_predictions_are_of_the_graphs_that_ran() -> None:
     assert rows[1]["predicted_bytes"] < rows[0]["predicted_bytes"]
 
 
-def _cannot() -> str:
-    try:
-        with namespaces.slow_network(1.0):
-            return ""
-    except namespaces.UnavailableError as error:
-        return str(error)
-
-
-def test_a_missing_tool_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda tool: None if tool == "tc" else f"/sbin/{tool}")
-    with pytest.raises(namespaces.UnavailableError, match="tc not found: install iproute2"):
-        namespaces.check_available()
-
-
-def test_root_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda tool: f"/sbin/{tool}")
-    monkeypatch.setattr("os.geteuid", lambda: 1000)
-    with pytest.raises(namespaces.UnavailableError, match="need root"):
+@pytest.mark.parametrize(
+    ("missing", "user", "says"), [("tc", 0, "tc not found: install iproute2"), ("", 1000, "need root")]
+)
+def test_what_namespaces_need_is_named(missing: str, user: int, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda tool: None if tool == missing else f"/sbin/{tool}")
+    monkeypatch.setattr("os.geteuid", lambda: user)
+    with pytest.raises(namespaces.UnavailableError, match=says):
         namespaces.check_available()
 
 
 @pytest.mark.optional
 def test_the_link_has_its_rate_and_goes_away() -> None:
-    reason = _cannot()
-    if reason:
-        pytest.skip(reason)
-    with namespaces.slow_network(1.0) as hosts:
+    with contextlib.ExitStack() as stack:
+        try:
+            hosts = stack.enter_context(namespaces.slow_network(1.0))
+        except namespaces.UnavailableError as error:
+            pytest.skip(str(error))
         shown = _output("ip", "netns", "exec", hosts[0].namespace, "tc", "qdisc", "show", "dev", hosts[0].interface)
         assert "rate 1Gbit" in shown
         assert hosts[0].namespace in _output("ip", "netns", "list")

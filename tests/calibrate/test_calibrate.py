@@ -76,9 +76,11 @@ def test_a_rank_alone_measures_what_its_device_reaches(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"hardware.json", "folder"}
 
 
-def _step(folder: str, *, name: str) -> list[float]:
-    """Losses with the file of a name, in which `RANK` stands for this rank."""
-    options: Any = {"lower": "eager", "hardware": Path(folder) / name.replace("RANK", str(dist.get_rank()))}
+def _step(file: str | None) -> list[float]:
+    """Losses with a file, in whose name `RANK` stands for this rank, or without one."""
+    options: Any = {"lower": "eager"}
+    if file is not None:
+        options["hardware"] = Path(file.replace("RANK", str(dist.get_rank())))
     model = torch.compile(Slim(), backend="fsdp", options=options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_WORLD_SIZE", "2")
@@ -87,36 +89,29 @@ def _step(folder: str, *, name: str) -> list[float]:
     return [loss.item()]
 
 
-def _refused(folder: str, *, name: str) -> tuple[str, str]:
+def _refused(file: str) -> tuple[str, str]:
     with pytest.raises(Exception, match=r"measured") as caught:
-        _step(folder, name=name)
+        _step(file)
     error = getattr(caught.value, "inner_exception", caught.value)
     return type(error).__name__, str(error)
-
-
-def _unplanned() -> list[float]:
-    model = torch.compile(Slim(), backend="fsdp", options={"lower": "eager"})
-    loss = model(torch.ones(4, 32)).sum()
-    loss.backward()
-    return [loss.item()]
 
 
 @pytest.mark.core
 def test_ranks_train_with_the_file_and_refuse_different_or_foreign_ones(tmp_path: Path) -> None:
     text, _ = run_ranks(_measured, 2, str(tmp_path))
-    assert run_ranks(_step, str(tmp_path), name="hardware.json") == run_ranks(_unplanned)
+    assert run_ranks(_step, str(tmp_path / "hardware.json")) == run_ranks(_step, None)
 
     other = json.loads(text)
     other["memory_bytes_per_s"] *= 2
     for rank, content in enumerate((text, json.dumps(other))):
         (tmp_path / f"of_{rank}.json").write_text(content, encoding="utf-8")
-    for name, message in run_ranks(_refused, str(tmp_path), name="of_RANK.json"):
+    for name, message in run_ranks(_refused, str(tmp_path / "of_RANK.json")):
         assert name == RankMismatchError.__name__
         assert "rank 0 and rank 1 compile with different options" in message
         assert "hardware=measured times" in message
 
     other["cluster"]["ranks"] = 64
     (tmp_path / "foreign.json").write_text(json.dumps(other), encoding="utf-8")
-    for name, message in run_ranks(_refused, str(tmp_path), name="foreign.json"):
+    for name, message in run_ranks(_refused, str(tmp_path / "foreign.json")):
         assert name == ConfigError.__name__
         assert "foreign.json was measured elsewhere: on 64 ranks, 2 per host" in message

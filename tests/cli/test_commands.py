@@ -1,4 +1,4 @@
-"""The commands other than `train`."""
+"""`fsdp-compile` `calibrate`, `checkpoint` and `opt`."""
 
 from __future__ import annotations
 
@@ -13,48 +13,17 @@ import torch
 
 from fsdp_compile.cli.checkpoint import step_folders
 from fsdp_compile.cli.main import main
-from fsdp_compile.cli.opt import default_passes, read_passes
+from fsdp_compile.cli.opt import read_passes
+from fsdp_compile.config.choices import DEFAULT_PASSES
 from fsdp_compile.cost.calibrated import load_hardware
-from fsdp_compile.errors import ConfigError
 from fsdp_compile.passes.schedule_prefetch import SchedulePrefetch
+from tests.cli.conftest import Call
 from tests.formats.samples import save_steps
 
-CHECKOUT = Path(__file__).parent.parent.parent
 
-
-def test_outside_a_checkout_it_says_where_benchmarks_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["bench"]) == 2
-    assert "root of a checkout" in capsys.readouterr().err
-
-
-def test_an_unknown_benchmark_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.chdir(CHECKOUT)
-    assert main(["bench", "steptime"]) == 2
-    assert "no benchmark steptime" in capsys.readouterr().err
-
-
-@pytest.mark.long
-def test_a_benchmark_gets_its_arguments(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.chdir(CHECKOUT)
-    assert main(["bench", "overhead", "--help"]) == 0
-    assert "python -m benchmarks.overhead" in capfd.readouterr().out
-
-
-@pytest.fixture(autouse=True)
-def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-
-
-def test_alone_it_measures_the_device_and_explain_takes_the_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_alone_it_measures_the_device_and_explain_takes_the_file(tmp_path: Path, call: Call) -> None:
     path = tmp_path / "hardware.json"
-    assert main(["calibrate", "--device", "cpu", "--seconds", "1", "--out", str(path)]) == 0
-    said = capsys.readouterr().out
+    said = call(f"calibrate --device cpu --seconds 1 --out {path}")
     assert "matmuls of float32" in said
     assert f"wrote {path}" in said
     assert load_hardware(path).cluster is not None
@@ -65,8 +34,7 @@ def test_below_torchrun_all_ranks_measure_and_one_of_each_host_writes(tmp_path: 
     path = tmp_path / "hardware.json"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     ours = ["-m", "fsdp_compile.cli", "calibrate", "--device", "cpu", "--seconds", "2", "--out", str(path)]
-    command = [*launcher, *ours]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run([*launcher, *ours], capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("wrote ") == 1
     assert "all-reduce over 2 ranks, 2 on one host" in done.stdout
@@ -74,24 +42,6 @@ def test_below_torchrun_all_ranks_measure_and_one_of_each_host_writes(tmp_path: 
     assert there.cluster is not None
     assert (there.cluster.ranks, there.local_size) == (2, 2)
     assert list(tmp_path.iterdir()) == [path]
-
-
-@pytest.mark.parametrize(
-    ("argv", "says"),
-    [
-        (["calibrate", "--seconds", "0"], "cannot measure for 0.0 s"),
-        (["calibrate", "--seconds", "nan"], "cannot measure for nan s"),
-        (["calibrate", "--seconds", "inf"], "cannot measure for inf s"),
-        (["calibrate", "--out", "tests"], "tests is a folder"),
-        (["calibrate", "--out", "nowhere/hardware.json"], "there is no folder nowhere"),
-        (["explain", "--hardware", "nowhere.json"], "there is no file nowhere.json"),
-        (["explain", "--hardware", "pyproject.toml", "--link", "5"], "the file says which device and links there are"),
-        (["explain", "--ranks-per-host", "0"], "0 ranks"),
-    ],
-)
-def test_mistakes_are_explained(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(argv) == 2
-    assert says in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -102,9 +52,8 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_info_shows_what_is_in_a_file(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["checkpoint", "info", str(file)]) == 0
-    assert capsys.readouterr().out.splitlines() == [
+def test_info_shows_what_is_in_a_file(file: Path, call: Call) -> None:
+    assert call(f"checkpoint info {file}").splitlines() == [
         f"{file}: a file of torch.save",
         "3 tensors, 1 other value, 26 bytes (24 bytes float32, 2 bytes bfloat16), 1 file",
         "model.weight  [3, 2]  float32",
@@ -112,29 +61,10 @@ def test_info_shows_what_is_in_a_file(file: Path, capsys: pytest.CaptureFixture[
         "model.scale   []      bfloat16",
         "epoch                 no tensor",
     ]
-
-
-def test_info_as_json(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["checkpoint", "info", "--json", str(file)]) == 0
-    (read,) = json.loads(capsys.readouterr().out)
-    assert (read["format"], read["bytes"], read["files"]) == ("torch", 26, ["a.pt"])
-    assert read["tensors"][1] == {
-        "name": "model.tied",
-        "shape": [3, 2],
-        "dtype": "float32",
-        "bytes": 24,
-        "tied_to": "model.weight",
-    }
-    assert read["others"] == ["epoch"]
-
-
-def test_info_is_a_table_on_a_terminal(
-    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    assert main(["checkpoint", "info", str(file)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert any("model.tied" in line and "[3, 2]" in line and "tied to" in line for line in lines)
+    (read,) = json.loads(call(f"checkpoint info --json {file}"))
+    assert (read["format"], read["bytes"], read["files"], read["others"]) == ("torch", 26, ["a.pt"], ["epoch"])
+    tied = {"name": "model.tied", "shape": [3, 2], "dtype": "float32", "bytes": 24, "tied_to": "model.weight"}
+    assert read["tensors"][1] == tied
 
 
 def test_the_steps_of_a_run_are_found_in_its_folder(tmp_path: Path) -> None:
@@ -145,14 +75,14 @@ def test_the_steps_of_a_run_are_found_in_its_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_the_steps_of_a_run_are_shown_and_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_steps_of_a_run_are_shown_and_verified(
+    tmp_path: Path, call: Call, capsys: pytest.CaptureFixture[str]
+) -> None:
     save_steps(tmp_path)
-    assert main(["checkpoint", "info", str(tmp_path)]) == 0
-    shown = capsys.readouterr().out
+    shown = call(f"checkpoint info {tmp_path}")
     assert f"{tmp_path}/step-000001: a step of fsdp-compile train, torch.distributed.checkpoint" in shown
     assert "steps that were done: 2\n" in shown
-    assert main(["checkpoint", "verify", "--finite", str(tmp_path)]) == 0
-    first, second = capsys.readouterr().out.splitlines()
+    first, second = call(f"checkpoint verify --finite {tmp_path}").splitlines()
     assert first.startswith(f"{tmp_path}/step-000001 is right: 8 tensors, ")
     assert first.endswith(", digests and checksums, all values finite")
     assert second.startswith(f"{tmp_path}/step-000002 is right: ")
@@ -163,34 +93,20 @@ def test_the_steps_of_a_run_are_shown_and_verified(tmp_path: Path, capsys: pytes
     assert after.out.startswith(f"{tmp_path}/step-000002 is right: ")
 
 
-def test_convert_says_what_it_wrote_and_left_out(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_convert_says_what_it_wrote_and_left_out(file: Path, call: Call) -> None:
     target = file.parent / "hf"
-    command = ["checkpoint", "convert", str(file), str(target), "--to", "safetensors"]
-    assert main(command) == 2
-    assert "instead: --part model" in capsys.readouterr().err
-    assert main([*command, "--part", "model", "--dtype", "bfloat16", "--prefix", "all."]) == 0
-    assert capsys.readouterr().out == f"wrote {target}: 3 tensors, 14 bytes\n"
-    assert main(["checkpoint", "info", str(target)]) == 0
-    assert "all.tied    [3, 2]  bfloat16, tied to all.weight" in capsys.readouterr().out
-    assert main(command) == 2
-    assert f"{target} exists" in capsys.readouterr().err
+    command = f"checkpoint convert {file} {target} --to safetensors"
+    assert "instead: --part model" in call(command, status=2)
+    written = call(f"{command} --part model --dtype bfloat16 --prefix all.")
+    assert written == f"wrote {target}: 3 tensors, 14 bytes\n"
+    assert "all.tied    [3, 2]  bfloat16, tied to all.weight" in call(f"checkpoint info {target}")
+    assert f"{target} exists" in call(command, status=2)
 
 
-def test_an_unknown_option_is_refused_with_the_nearest(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["checkpoint", "convert", str(file), str(file.parent / "b"), "--to", "dcp", "--strip-prefx", "a."]
-    assert main(command) == 2
-    shown = capsys.readouterr().err
-    assert "unknown argument --strip-prefx" in shown
-    assert "instead: --strip-prefix" in shown
-
-
-def test_safetensors_that_are_not_installed_are_named(
-    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_safetensors_that_are_not_installed_are_named(file: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fsdp_compile.cli.checkpoint.find_spec", lambda _: None)
-    command = ["checkpoint", "convert", str(file), str(file.parent / "b"), "--to", "safetensors", "--part", "model"]
-    assert main(command) == 2
-    assert "pip install 'fsdp-compile[safetensors]'" in capsys.readouterr().err
+    error = call(f"checkpoint convert {file} {file.parent / 'b'} --to safetensors --part model", status=2)
+    assert "pip install 'fsdp-compile[safetensors]'" in error
 
 
 GRAPH = """\
@@ -205,83 +121,78 @@ return (%y,)
 
 
 @pytest.fixture
-def graph(tmp_path: Path) -> str:
+def graph(tmp_path: Path) -> Path:
     path = tmp_path / "graph.txt"
     path.write_text(GRAPH)
-    return str(path)
+    return path
 
 
-def test_prints_the_graph_after_the_passes(graph: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["opt", "--passes", "insert-collectives,bucket", graph]) == 0
-    text = capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("calibrate --seconds 0", "cannot measure for 0.0 s"),
+        ("calibrate --seconds nan", "cannot measure for nan s"),
+        ("calibrate --seconds inf", "cannot measure for inf s"),
+        ("calibrate --out tests", "tests is a folder"),
+        ("calibrate --out nowhere/hardware.json", "there is no folder nowhere"),
+        (
+            "checkpoint convert pyproject.toml b --to dcp --strip-prefx a.",
+            "unknown argument --strip-prefx\n  instead: --strip-prefix",
+        ),
+        ("opt --passes buckt -", "there is no pass buckt\n  where: --passes\n  instead: bucket"),
+        ("opt --passes bucket; -", "'bucket;' is not a list of passes"),
+        ("opt --passes bucket,none -", "there is no pass none"),
+        ("opt --passes schedule-prefetch(far=1) GRAPH", "instead: schedule-prefetch(distance=1)"),
+        ("opt --passes schedule-prefetch(distance=x) GRAPH", "'x' is not a value like 1"),
+        ("opt --passes schedule-prefetch(distance=1/2) GRAPH", "'1/2' is not a value like 1"),
+        ("opt --passes bucket(size=1) GRAPH", "pass bucket has no option size=1"),
+        ("opt --passes bucket(size=1) GRAPH", "instead: bucket(hardware=h100-sxm/50)"),
+        ("opt --passes insert-collectives(far=1) GRAPH", "instead: insert-collectives"),
+        ("opt --passes schedule-auto(hardware=h100-sxm) GRAPH", "instead: hardware=h100-sxm/50"),
+        ("opt --passes schedule-auto(hardware=h100-sxm/fast) GRAPH", "'h100-sxm/fast' is no device and GB/s"),
+        ("opt nowhere.txt", "cannot read nowhere.txt"),
+    ],
+)
+def test_mistakes_are_explained(line: str, says: str, graph: Path, call: Call) -> None:
+    assert says in call(line.replace("GRAPH", str(graph)), status=2)
+
+
+def test_prints_the_graph_after_the_passes(graph: Path, call: Call) -> None:
+    text = call(f"opt --passes insert-collectives,bucket {graph}")
     assert text.startswith("graph forward on cpu\n%w = input(role=flat, unit=layer) : f32[32]\n")
     assert "%wait_tensor_default_1 = wait(%getitem, role=gather_wait, unit=layer, of=[.weight]) : f32[64]\n" in text
 
 
-def test_its_output_is_its_input(
-    graph: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert main(["opt", graph]) == 0
-    at_once = capsys.readouterr().out
-    for name in default_passes():
-        assert main(["opt", "--passes", name, graph]) == 0
-        monkeypatch.setattr("sys.stdin", io.StringIO(capsys.readouterr().out))
-        graph = "-"
-    assert main(["opt", "--passes", "none", "-"]) == 0
-    assert capsys.readouterr().out == at_once
+def test_its_output_is_its_input(graph: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    def passed(passes: str, text: str) -> str:
+        monkeypatch.setattr("sys.stdin", io.StringIO(text))
+        return call(f"opt --passes {passes} -")
 
-
-def test_json_has_the_graph_plan_and_changes_of_every_pass(graph: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["opt", "--json", graph]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [one["name"] for one in found["passes"]] == list(default_passes())
-    assert found["passes"][-1]["graph"] == found["graph"]
-    assert found["passes"][0]["plan"].startswith("InsertPlan")
-    assert "-%read = fsdp_compile.unshard" in found["passes"][0]["diff"]
-
-
-@pytest.mark.parametrize(("show", "line"), [("plans", "ReshardPlan: kept=[]"), ("diffs", f"-{GRAPH.splitlines()[4]}")])
-def test_shows_plans_or_changes(show: str, line: str, graph: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["opt", "--show", show, graph]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert line in lines
-    assert [text for text in lines if text.startswith("# ")] == [f"# {name}" for name in default_passes()]
-
-
-def test_verifies_on_request(graph: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["opt", "--verify", "final", graph]) == 0
-    assert main(["opt", "--passes", "none", "--verify", "final", graph]) == 1
-    assert "%read" in capsys.readouterr().err
+    text = GRAPH
+    for name in DEFAULT_PASSES:
+        text = passed(name, text)
+    assert passed("none", text) == text == call(f"opt {graph}")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--passes", "buckt"], "there is no pass buckt\n  where: --passes\n  instead: bucket"),
-        (["--passes", "bucket;"], "'bucket;' is not a list of passes"),
-        (["--passes", "schedule-prefetch(far=1)"], "instead: schedule-prefetch(distance=1)"),
-        (["--passes", "schedule-prefetch(distance=x)"], "'x' is not a value like 1"),
-        (["--passes", "bucket(size=1)"], "pass bucket has no option size=1"),
-        (["--passes", "bucket(size=1)"], "instead: bucket(hardware=h100-sxm/50)"),
-        (["--passes", "schedule-auto(hardware=h100-sxm)"], "instead: hardware=h100-sxm/50"),
-        (["--passes", "schedule-auto(hardware=h100-sxm/fast)"], "'h100-sxm/fast' is no device and GB/s"),
-        (["--passes", "schedule-prefetch(distance=1/2)"], "'1/2' is not a value like 1"),
-    ],
+    ("show", "line"),
+    [("plans", "ReshardPlan: kept=[]"), ("diffs", f"-{GRAPH.splitlines()[4]}")],
 )
-def test_refuses_passes_that_do_not_exist(
-    arguments: list[str], message: str, graph: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["opt", *arguments, graph]) == 2
-    assert message in capsys.readouterr().err
+def test_shows_plans_or_changes(show: str, line: str, graph: Path, call: Call) -> None:
+    lines = call(f"opt --show {show} {graph}").splitlines()
+    assert line in lines
+    assert [text for text in lines if text.startswith("# ")] == [f"# {name}" for name in DEFAULT_PASSES]
 
 
-def test_refuses_text_that_is_no_graph(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "graph.txt"
-    assert main(["opt", str(path)]) == 2
-    assert f"cannot read {path}" in capsys.readouterr().err
-    path.write_text(GRAPH.replace("f32[3, 8]\nreturn", "f32[4, 99]\nreturn"))
-    assert main(["opt", str(path)]) == 2
-    assert "line 6: declared f32[4, 99], but aten.mm gives f32[3, 8]" in capsys.readouterr().err
+def test_verifies_on_request(graph: Path, call: Call) -> None:
+    assert call(f"opt --verify final {graph}")
+    assert "%read" in call(f"opt --passes none --verify final {graph}", status=1)
+
+
+def test_refuses_text_that_is_no_graph(graph: Path, call: Call) -> None:
+    graph.write_text(GRAPH.replace("f32[3, 8]\nreturn", "f32[4, 99]\nreturn"))
+    error = call(f"opt {graph}", status=2)
+    assert "line 6: declared f32[4, 99], but aten.mm gives f32[3, 8]" in error
 
 
 UNWAITED = GRAPH.replace(
@@ -305,28 +216,26 @@ UNREAD = UNWAITED.replace(
     ],
 )
 def test_a_graph_that_a_pass_cannot_take_is_refused_with_its_line(
-    text: str, passes: str, message: str, line: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    text: str, passes: str, message: str, line: int, graph: Path, call: Call
 ) -> None:
-    path = tmp_path / "graph.txt"
-    path.write_text(text)
-    assert main(["opt", "--passes", passes, str(path)]) == 1
-    said = capsys.readouterr().err
+    graph.write_text(text)
+    said = call(f"opt --passes {passes} {graph}", status=1)
     assert message in said
     assert f'File "graph text", line {line}, in forward: {text.splitlines()[line - 1]}' in said
 
 
-def test_an_error_of_a_pass_on_a_right_graph_is_left_as_it_is(graph: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_a_pass_on_a_right_graph_is_left_as_it_is(
+    graph: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object) -> None:
         raise KeyError("inside")
 
     monkeypatch.setattr(SchedulePrefetch, "plan", fail)
     with pytest.raises(KeyError, match="inside"):
-        main(["opt", "--passes", "insert-collectives,schedule-prefetch", graph])
+        call(f"opt --passes insert-collectives,schedule-prefetch {graph}")
 
 
 def test_passes_take_options() -> None:
     assert read_passes("schedule-prefetch(distance=2)") == [SchedulePrefetch(distance=2)]
     assert [one.name for one in read_passes("bucket, schedule-reduce")] == ["bucket", "schedule-reduce"]
     assert read_passes("none") == []
-    with pytest.raises(ConfigError, match="there is no pass none"):
-        read_passes("bucket,none")

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import fx
 
 from fsdp_compile.cost.communicate import Kind
 from fsdp_compile.cost.compute import node_costs, signature_of
 from fsdp_compile.cost.fusion import Fusion, plan_kernels
 from fsdp_compile.cost.hardware import Device, MeasuredCollective, hardware
-from fsdp_compile.errors import ConfigError, RankFailedError
-from fsdp_compile.explain import measure, measured
-from fsdp_compile.explain.plan import Plan
+from fsdp_compile.errors import ConfigError
 from fsdp_compile.layout.hosts import GroupRanks
 from tests.cost.graphs import Sketch
 from tests.models.round_sizes import explained
-from tests.ranks import run_ranks
 
 aten = torch.ops.aten
 
@@ -83,53 +76,3 @@ def test_a_plan_takes_measured_collectives() -> None:
     there = dataclasses.replace(there, link=dataclasses.replace(there.link, measured=tuple(table)))
     plan = explained(hardware=there)
     assert all(c.time_us == pytest.approx(1e4, rel=1e-3) for graph in plan.graphs for c in graph.collectives)
-
-
-@pytest.fixture(scope="module")
-def plan() -> Plan:
-    return explained()
-
-
-def test_times_are_measured_once_and_kept_in_a_file(plan: Plan, tmp_path: Path) -> None:
-    cache = tmp_path / "folder" / "times.json"
-    first = measured(plan, cache=cache, rounds=1)
-    assert first.link == plan.hardware.link
-    assert any("aten.addmm.default" in signature for signature in first.device.measured)
-    assert all(time_us > 0 for time_us in first.device.measured.values())
-    (kept,) = json.loads(cache.read_text(encoding="utf-8")).values()
-    assert kept == first.device.measured
-    with mock.patch.object(measure, "median_us", side_effect=AssertionError):  # all of it is in the file
-        again = measured(plan, cache=cache, rounds=1)
-    assert again.device.measured == first.device.measured
-    with pytest.raises(ConfigError, match="has run"):
-        measured(dataclasses.replace(plan, traced=None))
-
-
-@pytest.mark.parametrize("text", ['{"cpu, 1 thr', "", "[1, 2]", '{"cpu": 3}', '{"cpu": {"aten.a": "x"}}'])
-def test_a_damaged_file_is_named(plan: Plan, text: str, tmp_path: Path) -> None:
-    cache = tmp_path / "times.json"
-    cache.write_text(text, encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"no cache of measured times, or was cut off(?s:.)*times\.json"):
-        measured(plan, cache=cache, rounds=1)
-    assert cache.read_text(encoding="utf-8") == text
-
-
-def _measure(folder: str) -> dict[str, float]:
-    """What a rank gets; the ranks but the first one would measure other times."""
-    plan = explained(world_size=None)
-    rank = dist.get_rank()
-    with mock.patch.object(measure, "median_us", return_value=100.0 + rank):
-        times = measured(plan).device.measured
-    try:
-        measured(plan, cache=folder)
-    except RankFailedError as error:
-        return {**times, str(error): 0.0}
-    return {}
-
-
-@pytest.mark.core
-def test_all_ranks_get_the_first_ranks_times_and_its_failure(tmp_path: Path) -> None:
-    first, second = run_ranks(_measure, str(tmp_path), world_size=2)  # a folder is no file to read
-    assert first == second
-    assert set(first.values()) == {100.0, 0.0}
-    assert any("the first rank could not measure: IsADirectoryError" in text for text in first)

@@ -110,10 +110,8 @@ def test_the_all_gather_of_layer_1_is_found(tmp_path: Path) -> None:
     assert "wait_tensor" in wait
 
 
-def test_a_step_is_drawn_beside_its_plan(tmp_path: Path) -> None:
-    printed = _run((EXAMPLES / "profile_step.py").read_text(encoding="utf-8"), tmp_path, 2)
-    assert "exposed communication" in printed
-    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+def test_a_step_is_compared_with_its_plan(tmp_path: Path) -> None:
+    assert "exposed communication" in _run((EXAMPLES / "profile_step.py").read_text(encoding="utf-8"), tmp_path, 2)
 
 
 def test_a_run_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:

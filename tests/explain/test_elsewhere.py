@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -20,7 +20,7 @@ from fsdp_compile.explain.api import explain
 from fsdp_compile.explain.plan import Plan
 from tests import long
 from tests.fake_world import fake_world
-from tests.models.round_sizes import WIDTH, Stack, explained, on_meta
+from tests.models.round_sizes import Stack, explained, on_meta
 
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -41,33 +41,30 @@ class Odd(nn.Module):
         return x
 
 
-def _explain(ranks: int, *, gb_per_s: float = 50.0) -> Plan:
-    return explained(Stack, ranks, hardware(link=gb_per_s), mp_policy=MIXED)
-
-
-def _odd(ranks: int) -> Plan:
-    options = {"lower": "eager", "mp_policy": MIXED}
-    return explain(Odd(), torch.zeros(8, 67), world_size=ranks, options=options, hardware=hardware(link=50.0))
+def _explain(ranks: int, make: type[nn.Module] = Stack, gb_per_s: float = 50.0) -> Plan:
+    x = torch.zeros(8, 67) if make is Odd else 64
+    return explained(make, ranks, hardware(link=gb_per_s), x, mp_policy=MIXED)
 
 
 @pytest.fixture(scope="module")
-def plan() -> Plan:
-    return _explain(4)
+def plans() -> dict[type[nn.Module], Plan]:
+    return {make: _explain(4, make) for make in (Stack, Odd)}
 
 
-@pytest.fixture(scope="module")
-def odd() -> Plan:
-    return _odd(4)
+@pytest.fixture
+def plan(plans: dict[type[nn.Module], Plan]) -> Plan:
+    return plans[Stack]
 
 
-@long.parametrize("ranks", [2, 8, 64, 1], always=[64])
-def test_it_is_the_plan_of_a_world_of_that_size(plan: Plan, ranks: int) -> None:
-    assert plan.at(world_size=ranks) == _explain(ranks)
-
-
-@long.parametrize("ranks", [3, 16], always=[3])
-def test_shapes_that_divide_over_nothing_are_padded_as_they_would_be(odd: Plan, ranks: int) -> None:
-    assert odd.at(world_size=ranks) == _odd(ranks)
+@long.parametrize(
+    ("make", "ranks"),
+    [(Stack, 2), (Stack, 8), (Stack, 64), (Stack, 1), (Odd, 3), (Odd, 16)],
+    always=[(Stack, 64), (Odd, 3)],
+)
+def test_it_is_the_plan_of_a_world_of_that_size(
+    plans: dict[type[nn.Module], Plan], make: type[nn.Module], ranks: int
+) -> None:
+    assert plans[make].at(world_size=ranks) == _explain(ranks, make)
 
 
 @pytest.mark.long
@@ -83,17 +80,8 @@ def _read_otherwise(kind: str, ranks: int) -> Plan:
     policy = MixedPrecision(param_dtype=torch.bfloat16, full_precision_in_eval=True)
     options = {"lower": "eager"} if kind == "autocast" else {"lower": "eager", "mp_policy": policy}
     model.train(kind == "autocast")
-    with torch.autocast("cpu", torch.bfloat16) if kind == "autocast" else contextlib.nullcontext():
+    with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
         return explain(model, x, world_size=ranks, options=options, hardware=hardware(link=7.0))
-
-
-class Looked(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(64, 16)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.table(ids)
 
 
 def test_a_graph_that_one_rank_alone_has_is_not_taken_for_that_of_several() -> None:
@@ -102,18 +90,13 @@ def test_a_graph_that_one_rank_alone_has_is_not_taken_for_that_of_several() -> N
         with pytest.raises(ConfigError, match=r"one rank has another graph than several: parameters that are cast"):
             _read_otherwise("autocast", begin).at(world_size=end)
         assert _read_otherwise("eval", begin).at(world_size=end) == _read_otherwise("eval", end)
-    options = {"lower": "eager", "embedding": "sharded"}
-    looked = explain(Looked(), torch.zeros(8, dtype=torch.long), world_size=1, options=options)
+    looked = explained(lambda: nn.Embedding(64, 16), 1, x=torch.zeros(8, dtype=torch.long), embedding="sharded")
     with pytest.raises(ConfigError, match=r"one rank has another graph than several: embedding="):
         looked.at(world_size=8)
 
 
-def _budgeted(ranks: int, budget_bytes: float, **options: str) -> Plan:
-    with torch.device("meta"):
-        model, x = Stack(6), torch.zeros(512, WIDTH)
-    return explain(
-        model, x, world_size=ranks, options={"lower": "eager", "memory_budget_gb": budget_bytes / 1e9, **options}
-    )
+def _budgeted(ranks: int, budget_bytes: float, **options: Any) -> Plan:
+    return explained(lambda: Stack(6), ranks, x=512, memory_budget_gb=budget_bytes / 1e9, **options)
 
 
 def _least_bytes(ranks: int) -> int:
@@ -138,7 +121,7 @@ def test_blocks_that_are_computed_again_are_not_chosen_anew() -> None:
 def test_a_part_of_the_world_does_not_grow_with_it() -> None:
     with fake_world(16):
         mesh = init_device_mesh("cpu", (4, 4), mesh_dim_names=("dp", "tp"))
-        plan = explain(Stack(), torch.zeros(4, WIDTH), options={"lower": "eager", "mesh": mesh["dp"]})
+        plan = explained(Stack, None, mesh=mesh["dp"])
         assert plan.at(gb_per_s=50.0).units == plan.units
         with pytest.raises(ConfigError, match="sharded over 4 of 16 ranks"):
             plan.at(world_size=32)

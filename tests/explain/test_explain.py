@@ -108,9 +108,7 @@ def test_inductor_graphs_have_the_same_forward_collectives_and_fewer_live_values
 
 
 def test_rows_that_do_not_divide_are_counted_as_padding_and_named() -> None:
-    with torch.device("meta"):
-        model, x = nn.Linear(1000, 5, bias=False), torch.zeros(8, 1000)
-    plan = explain(model, x, world_size=4, options=EAGER)
+    plan = explained(lambda: nn.Linear(1000, 5, bias=False), x=torch.zeros(8, 1000))
     # Each rank holds ceil(5 / 4) = 2 rows of 1000 float32, rounded up to 256 bytes, which are 128 in 16 bits; 5/4 of a
     # row would do.
     (unit,) = plan.units
@@ -119,29 +117,26 @@ def test_rows_that_do_not_divide_are_counted_as_padding_and_named() -> None:
 
 
 def test_a_group_of_the_same_size_is_used_and_kept() -> None:
-    model, x = on_meta(Stack)
     with fake_world(4):
-        assert explain(model, x, options=EAGER).world_size == 4
+        assert explained(world_size=None).world_size == 4
         assert dist.get_world_size() == 4
         with pytest.raises(ConfigError, match="process group of 4 ranks"):
-            explain(model, x, world_size=8, options=EAGER)
+            explained(world_size=8)
 
 
 def test_what_cannot_be_planned_is_refused() -> None:
     model, x = on_meta(Stack)
-    with pytest.raises(ConfigError, match="world_size"):
-        explain(model, x)
-    with pytest.raises(ConfigError, match="cannot plan for 0 ranks"):
-        explain(model, x, world_size=0)
-    with pytest.raises(ConfigError, match=r"not a torch\.nn\.Module"):
-        explain(lambda: None, world_size=4)
-    with pytest.raises(ConfigError, match="lower"):
-        explain(model, x, world_size=4, options={"lowr": "eager"})
-    with pytest.raises(UnsupportedModelError, match="cannot be traced"):
-        explain(model, torch.zeros(64, WIDTH + 1, device="meta"), world_size=4, options=EAGER)
     model.attached = (n for n in range(3))  # type: ignore[assignment]
-    with pytest.raises(ConfigError, match="cannot be copied"):
-        explain(model, x, world_size=4)
+    for call, what in (
+        (lambda: explained(world_size=None), "world_size"),
+        (lambda: explained(world_size=0), "cannot plan for 0 ranks"),
+        (lambda: explain(lambda: None, world_size=4), r"not a torch\.nn\.Module"),
+        (lambda: explained(lowr="eager"), "lower"),
+        (lambda: explained(x=torch.zeros(64, WIDTH + 1, device="meta")), "cannot be traced"),
+        (lambda: explain(model, x, world_size=4), "cannot be copied"),
+    ):
+        with pytest.raises((ConfigError, UnsupportedModelError), match=what):
+            call()
     assert not dist.is_initialized()
 
 
@@ -220,4 +215,4 @@ class Untraced(nn.Module):
 
 def test_parameters_that_are_read_outside_of_graphs_are_refused() -> None:
     with pytest.raises(UnsupportedModelError, match=r"(?s)in code that torch does not trace.*\(root\), Untraced"):
-        explain(Untraced(), torch.zeros(4, 16), world_size=4, options=EAGER)
+        explained(Untraced, x=torch.zeros(4, 16))

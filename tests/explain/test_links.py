@@ -16,8 +16,8 @@ from fsdp_compile.cost.communicate import Kind
 from fsdp_compile.cost.fusion import Fusion
 from fsdp_compile.cost.hardware import Hardware, hardware
 from fsdp_compile.explain.api import explain
-from fsdp_compile.explain.page import page
 from fsdp_compile.explain.plan import Plan
+from fsdp_compile.explain.tables import page
 from fsdp_compile.ir.graph import Phase
 from fsdp_compile.planner.from_graph import outline
 from tests.fake_world import fake_world

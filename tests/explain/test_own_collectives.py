@@ -16,9 +16,8 @@ from fsdp_compile import explain, fully_shard
 from fsdp_compile.cost.communicate import Kind, is_own, own_communication
 from fsdp_compile.cost.fusion import Fusion, plan_kernels
 from fsdp_compile.cost.hardware import hardware
-from fsdp_compile.cost.timeline import Event, Start, Wait, simulate, times_us
+from fsdp_compile.cost.timeline import times_us
 from fsdp_compile.errors import UnsupportedModelError
-from fsdp_compile.explain.page import trace_events
 from fsdp_compile.explain.plan import Plan
 from fsdp_compile.layout.hosts import GroupRanks
 from fsdp_compile.passes.hide_own_collectives import HideOwnCollectives, HidePlan
@@ -86,8 +85,6 @@ def test_a_report_has_a_lane_for_each_group_on_its_link(per_host: int, links: tu
         assert 0 < own.exposed_us <= graph.exposed_us
         # Compute and what it waits for make up the graph: nothing is counted twice.
         assert graph.compute_us + graph.exposed_us == pytest.approx(graph.end_us)
-    lanes = [e["args"]["name"] for e in trace_events(plan)["traceEvents"] if e["name"] == "thread_name"]
-    assert lanes == ["compute", "exposed", *plan.lanes]
     assert "2 collectives" in str(plan)
     assert str(plan).split("lanes")[1].count("tp") >= 1
 
@@ -105,14 +102,6 @@ def test_a_split_model_that_has_not_run_is_refused(held_as: str) -> None:
         given = split_tensor if held_as == "argument" else x
         with pytest.raises(UnsupportedModelError, match="split over mesh"):
             explain(model, given, options={"lower": "eager", "mesh": mesh["dp"]})
-
-
-def test_groups_on_one_link_share_its_time() -> None:
-    times = {}
-    for link in ("one", "other"):
-        events: list[Event] = [Start("fsdp", "dp", 4.0, "one"), Start("own", "tp", 4.0, link), Wait("w", "own")]
-        times[link] = simulate(events).transfers["own"].exposed_us
-    assert times == {"one": 8.0, "other": 4.0}
 
 
 def test_the_planner_counts_what_nothing_hides_of_them() -> None:

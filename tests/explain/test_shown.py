@@ -1,9 +1,8 @@
-"""How a plan is shown: text, page, trace, data."""
+"""How a plan is shown: text, page, data."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import re
 from pathlib import Path
@@ -11,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from fsdp_compile.explain.page import page, page_data, trace_events
 from fsdp_compile.explain.plan import Plan
+from fsdp_compile.explain.tables import page, page_data
 from tests.models.round_sizes import explained
 
 
@@ -67,21 +66,3 @@ def test_the_page_draws_every_peak(plan: Plan) -> None:
         assert max(sum(point["bytes"].values()) for point in curve) == graph.memory.peak_bytes
         assert len(curve) <= 901
     assert data["graphs"][1]["offset_us"] == plan.graphs[0].end_us
-
-
-def test_the_trace_has_every_collective_once_and_lanes_without_overlap(plan: Plan) -> None:
-    events = json.loads(json.dumps(trace_events(plan)))["traceEvents"]
-    names = {e["args"]["name"]: e["tid"] for e in events if e["name"] == "thread_name"}
-    (lane,) = plan.lanes
-    assert list(names) == ["compute", "exposed", lane]
-    by_lane: dict[int, list[tuple[float, float]]] = {}
-    for event in events:
-        if event["ph"] == "X":
-            assert event["dur"] >= 0
-            by_lane.setdefault(event["tid"], []).append((event["ts"], event["ts"] + event["dur"]))
-    for spans in by_lane.values():
-        spans.sort()
-        assert all(a[1] <= b[0] + 1e-6 for a, b in itertools.pairwise(spans))
-    assert len(by_lane[names[lane]]) == sum(len(graph.collectives) for graph in plan.graphs)
-    counters = [sum(e["args"].values()) for e in events if e["ph"] == "C"]
-    assert max(counters) == plan.peak_bytes

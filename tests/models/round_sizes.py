@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -62,17 +63,21 @@ class Partial(nn.Module):
         return self.frozen(self.used(x))
 
 
-def on_meta(make: type[nn.Module]) -> tuple[nn.Module, torch.Tensor]:
+def on_meta(make: Callable[[], nn.Module], rows: int = 64) -> tuple[nn.Module, torch.Tensor]:
     """A model and its input, without memory."""
     with torch.device("meta"):
-        return make(), torch.zeros(64, WIDTH)
+        return make(), torch.zeros(rows, WIDTH)
 
 
 def explained(
-    make: type[nn.Module] = Stack, world_size: int | None = 4, hardware: Hardware | None = None, **options: Any
+    make: Callable[[], nn.Module] = Stack,
+    world_size: int | None = 4,
+    hardware: Hardware | None = None,
+    x: torch.Tensor | int = 64,
+    **options: Any,
 ) -> Plan:
-    """The plan of such a model, without Inductor unless asked."""
-    model, x = on_meta(make)
+    """The plan of such a model and an input, or so many rows of one; without Inductor unless asked."""
+    model, x = on_meta(make, x) if isinstance(x, int) else (on_meta(make)[0], x)
     return plan_of(model, x, world_size=world_size, options={"lower": "eager", **options}, hardware=hardware)
 
 

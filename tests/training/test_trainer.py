@@ -78,13 +78,11 @@ def test_the_first_rank_shows_the_run_and_the_others_nothing(tmp_path: Path) -> 
 
 
 @pytest.mark.long
-def test_a_profiled_run_draws_its_third_step(tmp_path: Path) -> None:
+def test_a_profiled_run_compares_its_third_step_with_the_plan(tmp_path: Path) -> None:
     options = {"profile": True, "steps": 4, "seed": 3}
     shown, nothing = run_ranks(_train, tmp_path, options)
     assert nothing == ""
     assert "planned  measured" in shown
-    assert f"step 3: {tmp_path / 'run' / 'step.png'}" in shown
-    assert (tmp_path / "run" / "step.png").read_bytes().startswith(b"\x89PNG")
     records = read_records(tmp_path / "run" / "metrics.jsonl")
     assert [record.step for record in records] == [0, 1, 2, 3, 4]
     assert all(10**7 < (record.memory_bytes or 0) < 10**11 for record in records[1:])  # a process with torch
