@@ -7,8 +7,7 @@ import dataclasses
 import fsdp_compile
 from benchmarks.contenders import Setup
 from benchmarks.models import Task
-from fsdp_compile.cost.hardware import DEVICES, Hardware
-from fsdp_compile.cost.links import Link, Port, Quantity, make_link
+from fsdp_compile.cost.hardware import DEVICES, Hardware, Link, Port, Quantity, make_link
 from fsdp_compile.explain import Plan, measured
 
 

@@ -18,9 +18,18 @@ from typing import Any, Final
 
 import torch
 
-from fsdp_compile.cost.devices import DEVICES, Device, device_reported_as
-from fsdp_compile.cost.hardware import Cluster, Hardware, hardware, network_of
-from fsdp_compile.cost.links import Link, MeasuredCollective, Quantity
+from fsdp_compile.cost.hardware import (
+    DEVICES,
+    Cluster,
+    Device,
+    Hardware,
+    Link,
+    MeasuredCollective,
+    Quantity,
+    device_reported_as,
+    hardware,
+    network_of,
+)
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.layout.hosts import ranks_per_host
 

@@ -12,9 +12,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from fsdp_compile.cost.communicate import is_own
-from fsdp_compile.cost.devices import Device
 from fsdp_compile.cost.fusion import Kernels, is_fusible, launches_nothing, shares_memory
-from fsdp_compile.cost.hardware import Hardware
+from fsdp_compile.cost.hardware import Device, Hardware
 from fsdp_compile.cost.sizes import concrete, result_bytes, tensor_bytes, tensors_of
 from fsdp_compile.ir.graph import record_of
 

@@ -56,7 +56,6 @@ class SchedulePlan:
         hoists: Gathers, and copies from the host, in the order in which they start.
         awaits: Stages of reductions in the order in which they are waited for.
         budget_bytes: Most bytes that may be live at any node; `peak_bytes` are.
-        bound_us: A time that no order of the collectives can beat, by the same estimate as `end_us`.
     """
 
     hoists: tuple[Hoist | CopyMove, ...]
@@ -64,7 +63,6 @@ class SchedulePlan:
     budget_bytes: int
     peak_bytes: int
     end_us: float
-    bound_us: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +107,6 @@ class ScheduleAuto:
             budget,
             placement.peak_bytes,
             placement.end_us,
-            placement.bound_us,
         )
 
     def apply(self, step: StepGraph, plan: SchedulePlan) -> None:

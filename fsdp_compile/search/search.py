@@ -13,8 +13,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from fsdp_compile.cost.devices import DEVICES
-from fsdp_compile.cost.links import share_of_others
+from fsdp_compile.cost.hardware import DEVICES, share_of_others
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.explain.api import as_blocks, traced_model
 from fsdp_compile.explain.open_sizes import open_inputs

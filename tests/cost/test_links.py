@@ -7,8 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from fsdp_compile.cost.devices import device_reported_as
-from fsdp_compile.cost.hardware import DEVICES, LINKS, Hardware, MeasuredCollective, hardware
+from fsdp_compile.cost.hardware import DEVICES, LINKS, Hardware, MeasuredCollective, device_reported_as, hardware
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.layout.hosts import GroupRanks
 
