@@ -101,14 +101,10 @@ def node_costs(
         flops = _flops(node)
         time_us = 0.0 if is_own(node) else _known_us(node, device, kernels)  # it takes time on its link
         if time_us is None:
-            time_us = roofline_us(flops, size_bytes, device.flops_per_s(multiplied_dtype(node)), device.bytes_per_s)
+            computing_us = flops * 1e6 / device.flops_per_s(multiplied_dtype(node))
+            time_us = max(computing_us, size_bytes * 1e6 / device.bytes_per_s)
         costs[node] = NodeCost(flops, size_bytes, time_us)
     return costs
-
-
-def roofline_us(flops: float, size_bytes: float, flops_per_s: float, bytes_per_s: float) -> float:
-    """Time of a kernel that computes and moves memory at once."""
-    return max(flops * 1e6 / flops_per_s, size_bytes * 1e6 / bytes_per_s)
 
 
 def _known_us(node: fx.Node, device: Device, kernels: Kernels) -> float | None:

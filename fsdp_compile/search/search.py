@@ -23,8 +23,17 @@ from fsdp_compile.layout.hosts import GroupRanks
 from fsdp_compile.layout.spec import Reshard
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.search.choice import GATHERED_IN, PART_OF, Ask, Choice, Configuration, Form, Offload, Part
-from fsdp_compile.search.depth import DEPTHS, Stack, shortened, stack_of
-from fsdp_compile.search.price import Between, Price, Sent, computing_us, price, sent_bytes, stored_bytes
+from fsdp_compile.search.price import (
+    DEPTHS,
+    FullBytes,
+    Price,
+    Stack,
+    computing_us,
+    full_bytes,
+    price,
+    shortened,
+    stack_of,
+)
 
 SHOWN: Final = 5
 """Configurations that are shown."""
@@ -195,21 +204,20 @@ class Search:
 
     def _held_at_least(self, choice: Choice) -> float:
         """Bytes that no schedule of a choice goes below: shards, gradients, optimizer state, and all that is kept."""
-        params, trained = self._stored
-        shards = (params + (1 + self.ask.states) * trained) / choice.shards
-        kept = self._sent.again * choice.kept_share
+        shards = (self._full.stored + (1 + self.ask.states) * self._full.trained) / choice.shards
+        kept = self._full.again * choice.kept_share
         return self.ask.reserve_bytes + kept + (shards if choice.offload is Offload.NOTHING else 0.0)
 
     def _at_best(self, choice: Choice, again: float) -> tuple[float, float]:
         """A time that a choice cannot beat if it computes a share of the blocks again, and that of its messages."""
-        sent, there = self._sent, self.ask.hardware
+        full, there = self._full, self.ask.hardware
         share = min(1.0, GATHERED_IN.element_bytes / self._dtype.itemsize) if choice.gather_format else 1.0
         # Backward gathers over the ranks that keep the parts, in the dtype of computing.
         twice = choice.reshard is Reshard.AFTER_FORWARD and choice.post_forward == 1
         messages = (
-            (GroupRanks(choice.shards), share * (sent.gathered + twice * sent.again) + sent.reduced),
-            (GroupRanks(choice.post_forward), sent.again),
-            (GroupRanks(choice.replicas, choice.shards), 2 * sent.reduced / choice.shards),
+            (GroupRanks(choice.shards), share * (full.gathered + twice * full.again) + full.reduced),
+            (GroupRanks(choice.post_forward), full.again),
+            (GroupRanks(choice.replicas, choice.shards), 2 * full.reduced / choice.shards),
         )
         times: dict[str, float] = {}
         for group, size in messages:
@@ -224,24 +232,14 @@ class Search:
         return choice.accumulation * max(computing_us, sent_us), sent_us
 
     @functools.cached_property
-    def _sent(self) -> Sent:
-        made = [sent_bytes(self._traced(depth, 0)) for depth in self.depths]
-        return made[0] if self.stack is None else Sent(*map(self._between.grow, *map(dataclasses.astuple, made)))
-
-    @functools.cached_property
-    def _stored(self) -> tuple[float, float]:
-        made = [stored_bytes(self._traced(depth, 0).units) for depth in self.depths]
-        return made[0] if self.stack is None else tuple(map(self._between.grow, *made))  # type: ignore[return-value]
+    def _full(self) -> FullBytes:
+        made = [full_bytes(self._traced(depth, 0)) for depth in self.depths]
+        return made[0] if self.stack is None else FullBytes(*map(self.stack.grow, *map(dataclasses.astuple, made)))
 
     def _compute(self, micro_batch: int, recomputed: int) -> float:
         there, sizes = self.ask.hardware, self._sizes(micro_batch)
         made = [computing_us(self._traced(depth, recomputed), sizes, there) for depth in self.depths]
-        return made[0] if self.stack is None else self._between.grow(*made)
-
-    @property
-    def _between(self) -> Between:
-        assert self.stack is not None
-        return Between(*DEPTHS, self.stack.blocks)
+        return made[0] if self.stack is None else self.stack.grow(*made)
 
     def _trace(self, depth: int | None, recomputed: int) -> Traced:
         """Graphs of the model with so many blocks; the size of a batch is open if the search has several of them."""
@@ -258,7 +256,7 @@ class Search:
 
     def _price(self, choice: Choice, recomputed: int) -> Price:
         few, *more = (self._price_at(depth, choice, recomputed) for depth in self.depths)
-        return self._between.price(few, *more, kept_share=choice.kept_share) if more else few
+        return self.stack.price(few, *more, kept_share=choice.kept_share) if more else few
 
     def _price_at(self, depth: int | None, choice: Choice, recomputed: int) -> Price:
         traced = self._traced(depth, recomputed)

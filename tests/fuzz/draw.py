@@ -1,4 +1,4 @@
-"""Cases from seeds, and the simpler ones beside a case."""
+"""Cases from seeds, and the simplest case that fails as a given one does."""
 
 from __future__ import annotations
 
@@ -8,19 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from tests.fuzz.pieces import PIECES
-from tests.fuzz.program import (
-    Accumulation,
-    Case,
-    Form,
-    Layer,
-    Loss,
-    Output,
-    Place,
-    Reload,
-    Script,
-    Shard,
-    Touch,
-)
+from tests.fuzz.program import Accumulation, Case, Form, Layer, Loss, Output, Place, Reload, Script, Shard, Touch
+from tests.fuzz.run import run_programs
+from tests.fuzz.verdict import Outcome
 
 _CHOICES: dict[str, list[Any]] = {
     "form": list(Form),
@@ -107,3 +97,20 @@ def simpler(case: Case) -> Iterator[Case]:
         for other in (Layer(layer.piece), Layer("linear", layer.place)):
             if other != layer and (other.piece == layer.piece or layer.piece != "linear"):
                 yield dataclasses.replace(case, layers=(*case.layers[:i], other, *case.layers[i + 1 :]))
+
+
+def shrink(case: Case, outcome: Outcome, *, at_most: int = 60) -> tuple[Case, Outcome]:
+    """Takes the first simpler case that fails alike, again and again; runs so many cases at most."""
+    tried = {case}
+    while True:
+        left = [other for other in simpler(case) if other not in tried]
+        for other in left:
+            if len(tried) > at_most:
+                return case, outcome
+            tried.add(other)
+            found = next(run_programs([other.text()]))
+            if found.is_like(outcome):
+                case, outcome = other, found
+                break
+        else:
+            return case, outcome

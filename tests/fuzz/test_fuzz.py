@@ -10,10 +10,9 @@ import pytest
 
 from tests import long
 from tests.fuzz.__main__ import fuzz, report
-from tests.fuzz.draw import draw, simpler
+from tests.fuzz.draw import draw, shrink, simpler
 from tests.fuzz.program import Accumulation, Case, Layer, Place, Script
 from tests.fuzz.run import Contender, run_programs
-from tests.fuzz.shrink import shrink
 from tests.fuzz.verdict import GOOD, Outcome, Verdict
 from tests.ranks import run_ranks  # noqa: F401  these tests need ranks
 
@@ -124,6 +123,6 @@ def test_failures_shrink_to_what_fails(monkeypatch: pytest.MonkeyPatch) -> None:
         def is_like(self, _other: object) -> bool:
             return self.fails
 
-    monkeypatch.setattr("tests.fuzz.shrink.run_programs", lambda texts: iter([Fails(texts[0])]))
+    monkeypatch.setattr("tests.fuzz.draw.run_programs", lambda texts: iter([Fails(texts[0])]))
     smallest, _ = shrink(case, Fails(case.text()))  # type: ignore[arg-type]
     assert smallest == Case((Layer("gram"),), Script(accumulation=Accumulation.NO_SYNC))

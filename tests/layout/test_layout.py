@@ -31,7 +31,7 @@ SHAPES = st.lists(st.integers(0, 300), max_size=3).map(tuple)
 def parameters(draw: st.DrawFn) -> list[ParameterShape]:
     shapes = draw(st.lists(SHAPES, min_size=1, max_size=8))
     dims = [draw(st.integers(0, len(shape) - 1)) if shape else None for shape in shapes]
-    return [ParameterShape(f"p{i}", shape, dim) for i, (shape, dim) in enumerate(zip(shapes, dims, strict=True))]
+    return list(map(ParameterShape, shapes, dims))
 
 
 def torch_shard_numel(parameter: ParameterShape, size: int) -> int:
@@ -94,7 +94,7 @@ def test_padding_stays_below_one_percent_in_large_models(width: int, layers: int
     units = [[(32003, width)], *[[*block, (width,), (width,)]] * layers, [(width,), ()]]
     held = needed = 0
     for unit in units:
-        shapes = [ParameterShape("p", shape, 0 if shape else None) for shape in unit]
+        shapes = [ParameterShape(shape, 0 if shape else None) for shape in unit]
         held += size * plan_layout(shapes, size=size, stored=torch.float32, sent=sent).numel
         needed += sum(math.prod(shape) for shape in unit)
     assert needed > 10e6

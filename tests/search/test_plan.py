@@ -87,7 +87,6 @@ def test_a_choice_is_priced_from_one_trace_as_explain_does_on_its_mesh(search: S
     plan = _explained(made, search.ask, search.program)
     assert priced.time_us == pytest.approx(plan.step_us)
     assert priced.peak_bytes == plan.peak_bytes
-    assert priced.shard_bytes == plan.shard_bytes
     assert priced.host_bytes == plan.host_bytes
 
 
@@ -135,7 +134,7 @@ def test_a_deep_model_is_priced_by_few_of_its_blocks(
         estimated, exact = short._price(choice, 0), full._price(choice, 0)
     assert estimated.time_us == pytest.approx(exact.time_us, rel=0.02)
     assert 0.98 * exact.peak_bytes <= estimated.peak_bytes <= (1 + above) * exact.peak_bytes
-    assert estimated.shard_bytes == exact.shard_bytes
+    assert estimated.trained_bytes == exact.trained_bytes
     assert estimated.flops == exact.flops
 
 
