@@ -20,7 +20,15 @@ from fsdp_compile.ir.graph import record_of
 
 def signature_of(node: fx.Node) -> str:
     """A text that is equal for nodes that do the same to values of the same types, in any model and on any rank."""
-    return f"{node.target}{tree_map(_spell, (node.args, dict(sorted(node.kwargs.items()))))}"
+
+    def spell(argument: Any) -> str:
+        value = value_of(argument)
+        if not isinstance(value, torch.Tensor):
+            return str(value)
+        shape, strides = ([concrete(n) for n in of] for of in (value.shape, value.stride()))
+        return f"{str(value.dtype).removeprefix('torch.')}{shape}{strides}"
+
+    return f"{node.target}{tree_map(spell, (node.args, dict(sorted(node.kwargs.items()))))}"
 
 
 def runs_alone(node: fx.Node, kernels: Kernels) -> bool:
@@ -41,14 +49,6 @@ def is_measurable(node: fx.Node) -> bool:
         value is None or isinstance(value, torch.Tensor | int | float | bool | str | torch.dtype | torch.device)
         for value in tree_leaves(tree_map(value_of, (node.args, dict(node.kwargs))))
     )
-
-
-def _spell(argument: Any) -> str:
-    value = value_of(argument)
-    if not isinstance(value, torch.Tensor):
-        return str(value)
-    shape, strides = ([concrete(n) for n in of] for of in (value.shape, value.stride()))
-    return f"{str(value.dtype).removeprefix('torch.')}{shape}{strides}"
 
 
 aten = torch.ops.aten

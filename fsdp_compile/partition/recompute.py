@@ -95,15 +95,12 @@ def _forward(joint: fx.Graph) -> list[fx.Node]:
     calls = [node for node in joint.nodes if node.op == "call_function"]
     reads = [node for node in calls if node.target in READS]
     kept = (n for n in calls if not _is_of_backward(n) and (n not in apart or n in reads))
-    return list(itertools.takewhile(lambda node: not any(map(_is_tangent, node.all_input_nodes)), kept))
+    tangents = {node for node in joint.find_nodes(op="placeholder") if node.name.startswith("tangents")}
+    return list(itertools.takewhile(lambda node: tangents.isdisjoint(node.all_input_nodes), kept))
 
 
 def _is_of_backward(node: fx.Node) -> bool:
     return node.meta.get("partitioner_tag") == "is_backward"  # AOTAutograd's own tag
-
-
-def _is_tangent(node: fx.Node) -> bool:
-    return node.op == "placeholder" and node.name.startswith("tangents")
 
 
 def _live_bytes(nodes: Sequence[fx.Node]) -> list[int]:

@@ -21,7 +21,7 @@ from fsdp_compile.cost.memory import Holder, Memory, memory_of_step
 from fsdp_compile.cost.timeline import schedule
 from fsdp_compile.explain.rescale import Sharding, Traced
 from fsdp_compile.explain.stand_in import stand_in
-from fsdp_compile.explain.units import UnitData, unit_plan
+from fsdp_compile.explain.units import unit_plan
 from fsdp_compile.ir.graph import Phase, StepGraph, record_of
 from fsdp_compile.ir.queries import module_of, read_text, unit_of
 from fsdp_compile.layout.spec import parse
@@ -197,7 +197,12 @@ def price(
     return Price(
         time_us=sum(each.timeline.end_us for each in scheduled),
         flops=sum(cost.flops for each in scheduled for cost in each.costs.values()),
-        trained_bytes=sum(_trained_bytes(unit) for unit in units),
+        trained_bytes=sum(
+            max(p.spec.offset + p.spec.extent for p in flat) * flat[0].stored.itemsize
+            for unit in units
+            for flat in unit.flats
+            if any(param.trained for param in flat)
+        ),
         host_bytes=sum(unit_plan(unit, {}, training=training).host_bytes for unit in units),
         memory=found,
     )
@@ -229,12 +234,6 @@ def _segments(
             first_is_late = is_late if first_is_late is None else first_is_late
             is_after = is_after or is_late is not first_is_late
         yield (step.phase, name), {holder: bytes_[place] for holder, bytes_ in live.items() if bytes_[place]}
-
-
-def _trained_bytes(unit: UnitData) -> int:
-    """Bytes of the flat parameters on one rank that have gradients."""
-    trained = [flat for flat in unit.flats if any(param.trained for param in flat)]
-    return sum(max(p.spec.offset + p.spec.extent for p in flat) * flat[0].stored.itemsize for flat in trained)
 
 
 @dataclasses.dataclass(frozen=True)

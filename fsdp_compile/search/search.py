@@ -148,7 +148,10 @@ class Search:
         memory = {**dict.fromkeys(Part, 0.0), **beside}
         for holder, size in spent.at_peak.items():
             memory[PART_OF[holder]] += size
-        step_us = choice.accumulation * spent.time_us + self._update_us(choice, spent)
+        # The optimizer reads parameter, gradient and state, and writes parameter and state.
+        updating = self.ask.hardware.device if choice.offload is Offload.NOTHING else DEVICES["cpu"]
+        update_us = (3 + 2 * self.ask.states) * spent.trained_bytes * 1e6 / updating.bytes_per_s
+        step_us = choice.accumulation * spent.time_us + update_us
         flops = choice.accumulation * saved.flops
         peak = self.ask.hardware.device.matmul_peak(self._dtype).value
         return Configuration(
@@ -184,12 +187,6 @@ class Search:
             held[Part.OPTIMIZER] = self.ask.states * spent.trained_bytes
             held[Part.GRADIENTS] = spent.trained_bytes if choice.accumulation > 1 else 0.0
         return held
-
-    def _update_us(self, choice: Choice, spent: Price) -> float:
-        """Time of the optimizer: it reads parameter, gradient and state, and writes parameter and state."""
-        device = self.ask.hardware.device if choice.offload is Offload.NOTHING else DEVICES["cpu"]
-        moved = (3 + 2 * self.ask.states) * spent.trained_bytes
-        return moved * 1e6 / device.bytes_per_s
 
     def _share_again(self, choice: Choice) -> float:
         """The share of blocks that a micro-batch computes again where each rank holds the least parameters."""
@@ -255,14 +252,13 @@ class Search:
         return {"batch": micro_batch} if self._is_open else {}
 
     def _price(self, choice: Choice, recomputed: int) -> Price:
-        few, *more = (self._price_at(depth, choice, recomputed) for depth in self.depths)
-        return self.stack.price(few, *more, kept_share=choice.kept_share) if more else few
-
-    def _price_at(self, depth: int | None, choice: Choice, recomputed: int) -> Price:
-        traced = self._traced(depth, recomputed)
-        options = as_blocks(traced.options) if choice.form is Form.BLOCKS else traced.options
-        stack = None if self.stack is None or depth is None else (self.stack, depth)
-        return price(traced, choice.sharding, self._sizes(choice.micro_batch), self.ask.hardware, options, stack)
+        sizes, there, made = self._sizes(choice.micro_batch), self.ask.hardware, []
+        for depth in self.depths:
+            traced = self._traced(depth, recomputed)
+            options = as_blocks(traced.options) if choice.form is Form.BLOCKS else traced.options
+            stack = None if self.stack is None or depth is None else (self.stack, depth)
+            made.append(price(traced, choice.sharding, sizes, there, options, stack))
+        return made[0] if self.stack is None else self.stack.price(*made, kept_share=choice.kept_share)
 
 
 def _mixed(saved: Price, again: Price, share: float) -> Price:
