@@ -69,7 +69,7 @@ class Calibration:
         data = json.loads(text)
         if data.pop("what") != _WHAT:
             raise ValueError("it is not a file that this version writes")
-        tables = tuple(_table(table) for table in data.pop("collectives"))
+        tables = tuple(map(_table, data.pop("collectives")))
         read = cls(cluster=Cluster(**data.pop("cluster")), collectives=tables, **data)
         numbers = [*read.matmul.values(), read.memory_bytes_per_s, read.memory_bytes, read.host_bytes_per_s or 1.0]
         numbers += [us for table in tables for _, us in table.points]
