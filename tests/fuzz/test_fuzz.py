@@ -10,7 +10,7 @@ import pytest
 from tests import long
 from tests.fuzz.__main__ import fuzz, report
 from tests.fuzz.draw import draw, shrink, simpler
-from tests.fuzz.program import Accumulation, Case, Layer, Place, Script
+from tests.fuzz.program import Case, Layer, Script
 from tests.fuzz.run import Contender, run_programs
 from tests.fuzz.verdict import GOOD, Outcome, Verdict
 from tests.ranks import run_ranks  # noqa: F401  these tests need ranks
@@ -99,8 +99,8 @@ def test_every_simpler_case_is_a_program() -> None:
 
 def test_failures_shrink_to_what_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(
-        (Layer("mlp", Place.SHARED), Layer("gram", Place.LIST), Layer("linear")),
-        Script(steps=4, accumulation=Accumulation.NO_SYNC, clip=True),
+        (Layer("mlp", "shared"), Layer("gram", "list"), Layer("linear")),
+        Script(steps=4, accumulation="no_sync", clip=True),
     )
 
     class Fails:
@@ -114,4 +114,4 @@ def test_failures_shrink_to_what_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("tests.fuzz.draw.run_programs", lambda texts: iter([Fails(texts[0])]))
     smallest, _ = shrink(case, Fails(case.text()))  # type: ignore[arg-type]
-    assert smallest == Case((Layer("gram"),), Script(accumulation=Accumulation.NO_SYNC))
+    assert smallest == Case((Layer("gram"),), Script(accumulation="no_sync"))
