@@ -89,7 +89,9 @@ def partition(
             _restore(half.graph.nodes, stand_ins)
     count, output = kwargs["num_fwd_outputs"], forward.graph.output_node()
     if results is not None:  # torch does not describe the outputs of a forward that saves a state of random numbers
-        saved = map(SavedForBackwardsAOTOutput, range(len(output.args[0]) - count))
+        returned = output.args[0]
+        assert isinstance(returned, tuple | list)
+        saved = map(SavedForBackwardsAOTOutput, range(len(returned) - count))
         output.meta.setdefault("desc", [*results[:count], *saved])
     save_copies_of_updated_inputs(forward.graph, backward.graph, count)
     return forward, backward

@@ -66,11 +66,11 @@ def draw(seed: int) -> Case:
     """The case of a seed, the same in every run and on every machine."""
     chance = random.Random(seed)
     places = ["block", "block", *PLACES]
+    drawn = [Layer(chance.choice(list(PIECES)), chance.choice(places)) for _ in range(chance.choice([1, 2, 2, 3, 4]))]
     layers = tuple(
-        Layer(chance.choice(list(PIECES)), chance.choice(places)) for _ in range(chance.choice([1, 2, 2, 3, 4]))
+        Layer(layer.piece) if layer.place == "checkpointed" and layer.piece in _UPDATES_BUFFERS else layer
+        for layer in drawn
     )
-    updating = [layer.place == "checkpointed" and layer.piece in _UPDATES_BUFFERS for layer in layers]
-    layers = tuple(Layer(layer.piece) if unequal else layer for layer, unequal in zip(layers, updating, strict=True))
     chosen = {name: chance.choice(values) for name, values in _CHOICES.items() if chance.random() < 0.35}
     if len(layers) > 2 or any(layer.piece in _SLOW_WITH_OPEN_SIZES for layer in layers):
         chosen.pop("dynamic", None)

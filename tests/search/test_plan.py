@@ -173,7 +173,7 @@ def test_memory_that_holds_the_activations_of_some_blocks_computes_the_others_ag
 def test_advice_makes_a_model_fit_that_does_not(tmp_path: Path) -> None:
     with searching.planning_world(RANKS):
         memory_gb = 0.85e-9 * Search(_program(), _ask(memory_bytes=1.0, samples=1)).smallest().peak_bytes
-    given = {"tokens_per_step": RANKS, "memory_gb": memory_gb}
+    given: dict[str, Any] = {"tokens_per_step": RANKS, "memory_gb": memory_gb}
     fit = _plan(**given)
     assert not fit.fits
     assert fit.verdict.startswith("does not fit: short by ")
