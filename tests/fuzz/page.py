@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from pathlib import Path
 
@@ -17,32 +16,11 @@ END = "<!-- end -->\n"
 _HEAD = "| program | here | FSDP2 | `torch.compile`, one process |\n|---|---|---|---|\n"
 
 
-@dataclasses.dataclass(frozen=True)
-class Line:
-    """One line of the table."""
-
-    says: str
-    here: str
-    fsdp2: str
-    compiled: str
-
-    @property
-    def expected(self) -> Verdict:
-        """The verdict in the second column."""
-        return Verdict(self.here.split(":")[0].strip("*"))
-
-    @property
-    def is_safe(self) -> bool:
-        """Whether it ends soon: what hangs takes until its timeout, and new ranks."""
-        return self.expected is not Verdict.HUNG
-
-
-def read() -> dict[str, Line]:
-    """The table by program."""
-    table = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
-    cells = [re.split(r"(?<!\\)\|", line)[1:-1] for line in table.splitlines() if line.startswith("| ")]
-    lines = [Line(*(cell.strip() for cell in row)) for row in cells[1:]]
-    return {line.says: line for line in lines}
+def read() -> dict[str, Verdict]:
+    """What this package does to each program, as the page says."""
+    table = PAGE.read_text().partition(BEGIN)[2].partition(END)[0].splitlines()[2:]
+    cells = (re.split(r"(?<!\\)\|", line) for line in table)
+    return {says.strip(): Verdict(here.split(":")[0].strip(" *")) for _, says, here, *_ in cells}
 
 
 def write() -> None:
