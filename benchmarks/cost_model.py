@@ -23,8 +23,7 @@ from benchmarks.peak import measured_peak_bytes
 from benchmarks.step_time import add_network_arguments
 from benchmarks.steps import prepare
 from fsdp_compile.cost.communicate import Kind
-from fsdp_compile.cost.hardware import Hardware
-from fsdp_compile.cost.links import share_of_others
+from fsdp_compile.cost.hardware import Hardware, share_of_others
 from fsdp_compile.explain import Plan
 from fsdp_compile.layout.hosts import GroupRanks
 

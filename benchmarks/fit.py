@@ -29,8 +29,8 @@ from fsdp_compile.cost.hardware import DEVICES, Hardware
 from fsdp_compile.explain import explain
 from fsdp_compile.explain.stand_in import planning_world
 from fsdp_compile.options import FSDPOptions
+from fsdp_compile.search.api import Fit
 from fsdp_compile.search.choice import Ask, Configuration, Part
-from fsdp_compile.search.fit import Fit
 from fsdp_compile.search.search import Program, Search
 from fsdp_compile.training.model import Llama, ModelShape
 

@@ -17,8 +17,7 @@ from benchmarks.models import Task
 from fsdp_compile.calibrate import median_us
 from fsdp_compile.cost.compute import is_measurable, runs_alone, signature_of, value_of
 from fsdp_compile.cost.fusion import plan_kernels
-from fsdp_compile.cost.hardware import DEVICES, Hardware
-from fsdp_compile.cost.links import Link, Port, Quantity, make_link
+from fsdp_compile.cost.hardware import DEVICES, Hardware, Link, Port, Quantity, make_link
 from fsdp_compile.cost.sizes import concrete, tensor_bytes
 from fsdp_compile.explain import Plan
 

@@ -34,8 +34,7 @@ from torch import fx
 from fsdp_compile.cost.communicate import communication
 from fsdp_compile.cost.compute import NodeCost, node_costs
 from fsdp_compile.cost.fusion import plan_kernels
-from fsdp_compile.cost.hardware import Hardware
-from fsdp_compile.cost.links import share_of_others
+from fsdp_compile.cost.hardware import Hardware, share_of_others
 from fsdp_compile.cost.memory import Holder, Memory, memory_of_step
 from fsdp_compile.cost.sizes import result_bytes
 from fsdp_compile.explain.plan import Plan

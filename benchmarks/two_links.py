@@ -36,9 +36,7 @@ from benchmarks.network.emulated import Network, World, emulated_world
 from benchmarks.network.traffic import full_sharding_bytes
 from benchmarks.network.wire import Link
 from benchmarks.steps import Prepared, forget_compiles, prepare
-from fsdp_compile.cost.devices import DEVICES
-from fsdp_compile.cost.hardware import Hardware
-from fsdp_compile.cost.links import Port
+from fsdp_compile.cost.hardware import DEVICES, Hardware, Port
 
 HOSTS = PER_HOST = 2
 CONTENDERS = (UNSHARDED, FSDP2, FSDP2_COMPILED, OURS)

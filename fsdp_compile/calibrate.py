@@ -21,8 +21,7 @@ import torch.distributed as dist
 from fsdp_compile._torch.distributed import resolve_group
 from fsdp_compile.comm.groups import GroupRole, alias_of, default_mesh, mesh_of_shape
 from fsdp_compile.cost.calibrated import KINDS, TF32, Calibration, this_cluster
-from fsdp_compile.cost.devices import DEVICES, device_reported_as
-from fsdp_compile.cost.links import MeasuredCollective, share_of_others
+from fsdp_compile.cost.hardware import DEVICES, MeasuredCollective, device_reported_as, share_of_others
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.layout.hosts import GroupRanks, ranks_per_host
 

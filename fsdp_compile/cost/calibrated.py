@@ -18,9 +18,18 @@ from typing import Any, Final
 
 import torch
 
-from fsdp_compile.cost.devices import DEVICES, Device, device_reported_as
-from fsdp_compile.cost.hardware import Cluster, Hardware, hardware, network_of
-from fsdp_compile.cost.links import Link, MeasuredCollective, Quantity
+from fsdp_compile.cost.hardware import (
+    DEVICES,
+    Cluster,
+    Device,
+    Hardware,
+    Link,
+    MeasuredCollective,
+    Quantity,
+    device_reported_as,
+    hardware,
+    network_of,
+)
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.layout.hosts import ranks_per_host
 
@@ -60,7 +69,7 @@ class Calibration:
         data = json.loads(text)
         if data.pop("what") != _WHAT:
             raise ValueError("it is not a file that this version writes")
-        tables = tuple(_table(table) for table in data.pop("collectives"))
+        tables = tuple(map(_table, data.pop("collectives")))
         read = cls(cluster=Cluster(**data.pop("cluster")), collectives=tables, **data)
         numbers = [*read.matmul.values(), read.memory_bytes_per_s, read.memory_bytes, read.host_bytes_per_s or 1.0]
         numbers += [us for table in tables for _, us in table.points]

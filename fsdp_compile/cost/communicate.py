@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import fx
 
 from fsdp_compile._torch.distributed import collectives, resolve_group
-from fsdp_compile.cost.hardware import Hardware
-from fsdp_compile.cost.links import Link, share_of_others
+from fsdp_compile.cost.hardware import Hardware, share_of_others
 from fsdp_compile.cost.sizes import result_bytes, tensor_bytes, tensors_of
 from fsdp_compile.ir.graph import Role, record_of, require, role_of
 from fsdp_compile.layout.hosts import GroupRanks
@@ -79,22 +78,7 @@ def is_start(node: fx.Node) -> bool:
     return role_of(node) in _KINDS
 
 
-def transfer_of(node: fx.Node, hardware: Hardware) -> Communication:
-    """The collective or the copy that a node starts."""
-    return (
-        copy_of(node, hardware.device.host) if _KINDS[require(node).role] in COPIES else communication(node, hardware)
-    )
-
-
-def copy_of(node: fx.Node, bus: Link) -> Communication:
-    """The copy between host and device that a node starts."""
-    kind = _KINDS[require(node).role]
-    size_bytes = result_bytes(node)
-    return Communication(kind, kind.value, bus.name, bus.bytes_per_s, 1, size_bytes, 0.0, bus.copy_us(size_bytes))
-
-
 def _over(ranks: GroupRanks, hardware: Hardware, kind: Kind, size_bytes: int, *, group: str) -> Communication:
-    """A collective of a kind over some ranks."""
     # An all-reduce is a reduce-scatter and an all-gather.
     sent_bytes = size_bytes * share_of_others(ranks.size) * (2 if kind is Kind.REPLICATE else 1)
     alone_us = hardware.collective_us(kind.value, sent_bytes, ranks)
@@ -103,9 +87,11 @@ def _over(ranks: GroupRanks, hardware: Hardware, kind: Kind, size_bytes: int, *,
 
 
 def communication(node: fx.Node, hardware: Hardware) -> Communication:
-    """The collective that a node starts, or the exchange of rows that it is."""
-    kind = _KINDS[require(node).role]
-    spec = require(node).specs[0]
+    """The collective or the copy that a node starts, or the exchange of rows that it is."""
+    kind, spec = _KINDS[require(node).role], require(node).specs[0]
+    if kind in COPIES:
+        bus, size_bytes = hardware.device.host, result_bytes(node)
+        return Communication(kind, kind.value, bus.name, bus.bytes_per_s, 1, size_bytes, 0.0, bus.copy_us(size_bytes))
     if kind is Kind.EXCHANGE:
         return exchange(node, spec, hardware)
     if kind is Kind.REPLICATE:
@@ -125,8 +111,6 @@ def communication(node: fx.Node, hardware: Hardware) -> Communication:
 
 EXCHANGED = (LOOK_UP, REDUCE_ROWS, AVERAGE_ROWS)
 """Operators that exchange rows, as markers and behind the passes."""
-_ROUNDS = 3
-"""Collectives of an exchange: how many rows each rank wants of each other, which ones, and the rows."""
 
 
 def exchange(node: fx.Node, spec: UnshardSpec, hardware: Hardware) -> Communication:
@@ -137,8 +121,8 @@ def exchange(node: fx.Node, spec: UnshardSpec, hardware: Hardware) -> Communicat
     # An id is an int64.
     size_bytes = result_bytes(rows) + sum(8 * tensor_bytes(t) // t.element_size() for t in tensors_of(ids))
     sent = _over(spec.shard_ranks, hardware, Kind.EXCHANGE, size_bytes, group=spec.group)
-    # The rounds before the rows send next to nothing: latency alone.
-    rounds_us = (_ROUNDS - 1) * hardware.collective_us(Kind.EXCHANGE.value, 0, spec.shard_ranks)
+    # Two collectives before that of the rows say how many rows each rank wants of each other, and which: latency alone.
+    rounds_us = 2 * hardware.collective_us(Kind.EXCHANGE.value, 0, spec.shard_ranks)
     return dataclasses.replace(sent, alone_us=sent.alone_us + rounds_us)
 
 
@@ -151,8 +135,6 @@ _OWN_KINDS: dict[Any, Kind] = {
     collectives.all_reduce_coalesced.default: Kind.REPLICATE,
     collectives.all_to_all_single.default: Kind.ALL_TO_ALL,
 }
-_MESH = "mesh_"
-"""How torch begins the description of a mesh dimension's group."""
 
 
 def is_own(node: fx.Node) -> bool:
@@ -176,7 +158,7 @@ def own_communication(node: fx.Node, hardware: Hardware) -> Communication:
     group = resolve_group(name)
     ranks = GroupRanks(1) if group is None else GroupRanks.of(dist.get_process_group_ranks(group))
     said = "" if group is None else group.group_desc
-    lane = said.removeprefix(_MESH) if said.startswith(_MESH) else f"group {name}"
+    lane = said.removeprefix("mesh_") if said.startswith("mesh_") else f"group {name}"  # torch's name of a dimension
     kind = _OWN_KINDS[node.target]
     # Of all that is gathered or sent, a rank sends all but its part.
     whole = result_bytes(node) if kind is Kind.GATHER else sum(map(result_bytes, node.all_input_nodes))

@@ -12,16 +12,23 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from fsdp_compile.cost.communicate import is_own
-from fsdp_compile.cost.devices import Device
 from fsdp_compile.cost.fusion import Kernels, is_fusible, launches_nothing, shares_memory
-from fsdp_compile.cost.hardware import Hardware
+from fsdp_compile.cost.hardware import Device, Hardware
 from fsdp_compile.cost.sizes import concrete, result_bytes, tensor_bytes, tensors_of
 from fsdp_compile.ir.graph import record_of
 
 
 def signature_of(node: fx.Node) -> str:
     """A text that is equal for nodes that do the same to values of the same types, in any model and on any rank."""
-    return f"{node.target}{tree_map(_spell, (node.args, dict(sorted(node.kwargs.items()))))}"
+
+    def spell(argument: Any) -> str:
+        value = value_of(argument)
+        if not isinstance(value, torch.Tensor):
+            return str(value)
+        shape, strides = ([concrete(n) for n in of] for of in (value.shape, value.stride()))
+        return f"{str(value.dtype).removeprefix('torch.')}{shape}{strides}"
+
+    return f"{node.target}{tree_map(spell, (node.args, dict(sorted(node.kwargs.items()))))}"
 
 
 def runs_alone(node: fx.Node, kernels: Kernels) -> bool:
@@ -42,14 +49,6 @@ def is_measurable(node: fx.Node) -> bool:
         value is None or isinstance(value, torch.Tensor | int | float | bool | str | torch.dtype | torch.device)
         for value in tree_leaves(tree_map(value_of, (node.args, dict(node.kwargs))))
     )
-
-
-def _spell(argument: Any) -> str:
-    value = value_of(argument)
-    if not isinstance(value, torch.Tensor):
-        return str(value)
-    shape, strides = ([concrete(n) for n in of] for of in (value.shape, value.stride()))
-    return f"{str(value.dtype).removeprefix('torch.')}{shape}{strides}"
 
 
 aten = torch.ops.aten
@@ -102,14 +101,10 @@ def node_costs(
         flops = _flops(node)
         time_us = 0.0 if is_own(node) else _known_us(node, device, kernels)  # it takes time on its link
         if time_us is None:
-            time_us = roofline_us(flops, size_bytes, device.flops_per_s(multiplied_dtype(node)), device.bytes_per_s)
+            computing_us = flops * 1e6 / device.flops_per_s(multiplied_dtype(node))
+            time_us = max(computing_us, size_bytes * 1e6 / device.bytes_per_s)
         costs[node] = NodeCost(flops, size_bytes, time_us)
     return costs
-
-
-def roofline_us(flops: float, size_bytes: float, flops_per_s: float, bytes_per_s: float) -> float:
-    """Time of a kernel that computes and moves memory at once."""
-    return max(flops * 1e6 / flops_per_s, size_bytes * 1e6 / bytes_per_s)
 
 
 def _known_us(node: fx.Node, device: Device, kernels: Kernels) -> float | None:

@@ -37,7 +37,7 @@ _POINTWISE = {
     aten.slice_scatter, aten.scalar_tensor, aten.silu_backward, aten.gelu_backward, aten.new_ones, aten.new_zeros,
     torch.ops.prims.convert_element_type, torch.ops.prims.iota,
 }  # fmt: skip
-_SHARES_MEMORY = {aten._unsafe_view.default, collectives.wait_tensor.default}
+_SHARES_MEMORY = {getitem, aten._unsafe_view.default, collectives.wait_tensor.default}
 _COMMUNICATION = {
     Role.GATHER, Role.GATHER_ITEM, Role.GATHER_WAIT, Role.REDUCE, Role.REDUCE_ITEM, Role.REDUCE_WAIT,
     Role.REPLICATE, Role.REPLICATE_ITEM, Role.REPLICATE_WAIT, Role.RESHARD,
@@ -74,27 +74,26 @@ class Kernels:
     forced: Mapping[fx.Node, fx.Node] = dataclasses.field(default_factory=dict)
 
 
+@functools.cache  # a schema never changes, and graphs hold few operators many times
+def _returned(operator: Any) -> tuple[bool, bool]:
+    """Whether an operator returns a view of an argument, and whether it returns what it writes."""
+    schema = getattr(operator, "_schema", None)
+    aliases = [r.alias_info for r in schema.returns if r.alias_info is not None] if schema is not None else []
+    return bool(aliases) or operator in _SHARES_MEMORY, any(alias.is_write for alias in aliases)
+
+
 def shares_memory(node: fx.Node) -> bool:
     """Whether a node's result shares memory with an input: a view, a wait, an item, an in-place update."""
-    return node.op == "call_function" and _shares_memory(node.target)
+    return node.op == "call_function" and _returned(node.target)[0]
 
 
-@functools.cache  # a schema never changes, and graphs hold few operators many times
-def _shares_memory(operator: Any) -> bool:
-    if operator is getitem or operator in _SHARES_MEMORY:
-        return True
-    schema = getattr(operator, "_schema", None)
-    return schema is not None and any(r.alias_info is not None for r in schema.returns)
+def _is_view(node: fx.Node) -> bool:
+    return node.op == "call_function" and _returned(node.target) == (True, False)
 
 
 def launches_nothing(node: fx.Node) -> bool:
     """Whether a node is free on the compute lane."""
-    return (
-        node.op != "call_function"
-        or role_of(node) in _COMMUNICATION
-        or node.target is RESHARD
-        or (shares_memory(node) and not _writes(node))
-    )
+    return node.op != "call_function" or role_of(node) in _COMMUNICATION or node.target is RESHARD or _is_view(node)
 
 
 def is_fusible(node: fx.Node) -> bool:
@@ -138,17 +137,16 @@ def plan_kernels(graph: fx.Graph, fusion: Fusion) -> Kernels:
         of[node] = number
     if fusion is Fusion.NONE:
         return Kernels(of, frozenset(), fused=False)
-    inner = {node for node in of if is_fusible(node) and WRITTEN not in node.meta and _stays_inside(node, of)}
+    fused = [node for node in of if is_fusible(node) and WRITTEN not in node.meta]
+    inner = frozenset(node for node in fused if _stays_inside(node, of))
     place = {node: number for number, node in enumerate(graph.nodes)}
-    written = [
-        node
-        for node in of
-        if node not in inner and is_fusible(node) and WRITTEN not in node.meta
-        if getattr(node.target, "overloadpacket", None) not in _REDUCTIONS
-    ]
-    forced = {node: _forced_by(node, place) for node in written}
+    forced = {
+        node: _forced_by(node, place)
+        for node in fused
+        if node not in inner and getattr(node.target, "overloadpacket", None) not in _REDUCTIONS
+    }
     later = {node: by for node, by in forced.items() if by is not None and by is not node}
-    return Kernels(of, frozenset(inner), fused=True, forced=later)
+    return Kernels(of, inner, fused=True, forced=later)
 
 
 def _stays_inside(node: fx.Node, of: dict[fx.Node, int]) -> bool:
@@ -173,8 +171,8 @@ def _forced_by(node: fx.Node, place: Mapping[fx.Node, int]) -> fx.Node | None:
     That is the first operator that reads it and does not fuse, or a view of it that has several readers of which one is
     such an operator.
     """
-    views = {user: None for user in node.users if shares_memory(user) and not _writes(user)}
-    others = [user for user in node.users if user not in views]
+    views = list(filter(_is_view, node.users))
+    others = [user for user in node.users if not _is_view(user)]
     if any(map(is_fusible, others)):
         return None
     if others and len(node.users) > 1:
@@ -182,13 +180,3 @@ def _forced_by(node: fx.Node, place: Mapping[fx.Node, int]) -> fx.Node | None:
     found = [_forced_by(view, place) for view in views] + [user for user in others if user.op != "output"]
     forcing = [user for user in found if user is not None]
     return min(forcing, key=place.__getitem__) if forcing and len(forcing) == len(found) else None
-
-
-def _writes(node: fx.Node) -> bool:
-    return node.op == "call_function" and _returns_written(node.target)
-
-
-@functools.cache
-def _returns_written(operator: Any) -> bool:
-    schema = getattr(operator, "_schema", None)
-    return schema is not None and any(r.alias_info is not None and r.alias_info.is_write for r in schema.returns)

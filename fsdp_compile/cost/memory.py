@@ -137,8 +137,12 @@ class _Walk:
                 self._touch(self._all(source), position)
             self.behind[node] = self._results(node, position)
         self._name_outputs()
-        left = [buffer for buffer in self._left_by_forward() if buffer not in self.carried]
-        self.buffers += [dataclasses.replace(buffer, first=0, last=self.end) for buffer in left]
+        # Outputs of the forward, and those of its inputs that this graph does not take: its caller has them.
+        taken = {node.name for node in self.step.graph.find_nodes(op="placeholder")}
+        for buffer in self.before.buffers if self.before is not None else ():
+            is_left = buffer.node.op == "placeholder" and buffer.node.name not in taken
+            if buffer not in self.carried and (is_left or buffer.holder is Holder.OUTPUT):
+                self.buffers.append(dataclasses.replace(buffer, first=0, last=self.end))
         outputs = {node.name: self._all(node) for node in self.step.output.all_input_nodes}
         return Memory(tuple(self.buffers), outputs, self.end + 1)
 
@@ -216,15 +220,6 @@ class _Walk:
             self.buffers.append(self.carried[buffer])
         return self.carried[buffer]
 
-    def _left_by_forward(self) -> list[Buffer]:
-        """Outputs of the forward, and those of its inputs that this graph does not take: its caller has them."""
-        taken = {node.name for node in self.step.graph.find_nodes(op="placeholder")}
-        return [
-            buffer
-            for buffer in (self.before.buffers if self.before is not None else ())
-            if buffer.holder is Holder.OUTPUT or (buffer.node.op == "placeholder" and buffer.node.name not in taken)
-        ]
-
     def _name_outputs(self) -> None:
         """Tells buffers that are returned from those that are saved for backward; one that is both is returned."""
         returned = self.step.output.args[0]
@@ -244,10 +239,6 @@ def _is_on_host(node: fx.Node) -> bool:
     return role_of(node) is Role.FLAT and bool(require(node).specs[0].compute)
 
 
-_KEPT_BY_FORWARD = (Holder.SAVED, Holder.UNSHARDED)
-_KEPT_BY_BACKWARD = (Holder.SHARD_GRADIENT, Holder.GRADIENT)
-
-
 def memory_of_step(
     regions: Sequence[Sequence[StepGraph]], kernels: Callable[[StepGraph], Kernels]
 ) -> list[list[Memory]]:
@@ -264,20 +255,15 @@ def memory_of_step(
         For each region and graph its memory, with what the other regions hold meanwhile.
     """
     alone: list[list[Memory]] = []
-    for steps in regions:
-        memories: list[Memory] = []
-        for step in steps:
-            memories.append(memory_of(step, kernels(step), memories[0] if memories else None))
-        alone.append(memories)
-    held: list[list[Memory]] = [[] for _ in alone]
-    for number, memories in enumerate(alone):
-        for graph, memory in enumerate(memories):
-            others = [
-                dataclasses.replace(buffer, first=0, last=memory.length - 1)
-                for buffer in _of_others(alone, number, graph)
-            ]
-            held[number].append(dataclasses.replace(memory, buffers=(*memory.buffers, *others)))
-    return held
+    for forward, *backward in regions:
+        first = memory_of(forward, kernels(forward))
+        alone.append([first, *(memory_of(step, kernels(step), first) for step in backward)])
+
+    def with_others(number: int, graph: int, memory: Memory) -> Memory:
+        held = (dataclasses.replace(b, first=0, last=memory.length - 1) for b in _of_others(alone, number, graph))
+        return dataclasses.replace(memory, buffers=(*memory.buffers, *held))
+
+    return [[with_others(i, k, memory) for k, memory in enumerate(memories)] for i, memories in enumerate(alone)]
 
 
 def _of_others(alone: Sequence[Sequence[Memory]], number: int, graph: int) -> Iterator[Buffer]:
@@ -290,9 +276,9 @@ def _of_others(alone: Sequence[Sequence[Memory]], number: int, graph: int) -> It
                 mine.update(claims)
                 yield buffer
     for other in alone[:number]:
-        yield from _left(other[0], _KEPT_BY_FORWARD)
+        yield from _left(other[0], Holder.SAVED, Holder.UNSHARDED)
     for other in alone[number + 1 :] if graph else ():
-        yield from (buffer for memory in other[1:] for buffer in _left(memory, _KEPT_BY_BACKWARD))
+        yield from (buffer for memory in other[1:] for buffer in _left(memory, Holder.SHARD_GRADIENT, Holder.GRADIENT))
 
 
 def _shards(memory: Memory) -> list[Buffer]:
@@ -300,6 +286,6 @@ def _shards(memory: Memory) -> list[Buffer]:
     return [buffer for buffer in memory.buffers if role_of(buffer.node) is Role.FLAT]
 
 
-def _left(memory: Memory, holders: Sequence[Holder]) -> list[Buffer]:
+def _left(memory: Memory, *holders: Holder) -> list[Buffer]:
     """What is in memory when a graph has ended."""
     return [buffer for buffer in memory.buffers if buffer.last == memory.length - 1 and buffer.holder in holders]

@@ -19,11 +19,11 @@ from fsdp_compile.cost.communicate import (
     COPIES,
     Communication,
     Kind,
+    communication,
     is_own,
     is_start,
     own_communication,
     own_start_of,
-    transfer_of,
 )
 from fsdp_compile.cost.compute import NodeCost, node_costs
 from fsdp_compile.cost.fusion import Kernels
@@ -31,20 +31,13 @@ from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.ir.graph import Role, StepGraph, role_of
 
 
-@dataclasses.dataclass
-class _Sending:
-    """A running collective, and its remaining time if it had the link for itself."""
-
-    key: Hashable
-    left_us: float
-
-
 class SharedLink:
-    """Times of the collectives of one link, which must be started in the order of time."""
+    """Times of the collectives of one link: each lane sends one after the other, and lanes share the bandwidth."""
 
     def __init__(self) -> None:
         self._now_us = 0.0
-        self._lanes: dict[str, list[_Sending]] = {}
+        self._lanes: dict[str, list[Hashable]] = {}
+        self._left_us: dict[Hashable, float] = {}  # the time that is left for a collective with the link for itself
         self._begins_us: dict[Hashable, float] = {}
         self._ends_us: dict[Hashable, float] = {}
 
@@ -54,7 +47,8 @@ class SharedLink:
         queue = self._lanes.setdefault(lane, [])
         if not queue:
             self._begins_us[key] = self._now_us
-        queue.append(_Sending(key, time_us))
+        queue.append(key)
+        self._left_us[key] = time_us
 
     def span_us(self, key: Hashable, now_us: float) -> tuple[float, float]:
         """When a collective begins and ends, if nothing else starts before it has ended."""
@@ -70,25 +64,23 @@ class SharedLink:
 
     def _end_next(self, until_us: float) -> bool:
         """Goes on to the end of the collective that ends next, or part of the way."""
-        sending = {lane: queue[0] for lane, queue in self._lanes.items() if queue}
-        if not sending:
+        queues = [queue for queue in self._lanes.values() if queue]
+        if not queues:
             return False
-        least_us = min(each.left_us for each in sending.values())
+        least_us = min(self._left_us[queue[0]] for queue in queues)
         # Each of n sends at 1/n of the bandwidth, so the shortest takes n times its own time.
-        end_us = self._now_us + least_us * len(sending)
+        end_us = self._now_us + least_us * len(queues)
         if end_us > until_us:
-            for each in sending.values():
-                each.left_us -= max(0.0, until_us - self._now_us) / len(sending)
+            for queue in queues:
+                self._left_us[queue[0]] -= max(0.0, until_us - self._now_us) / len(queues)
             return False
         self._now_us = end_us
-        for lane, each in sending.items():
-            each.left_us -= least_us
-            if each.left_us <= 0.0:
-                self._ends_us[each.key] = end_us
-                queue = self._lanes[lane]
-                queue.pop(0)
+        for queue in queues:
+            self._left_us[queue[0]] -= least_us
+            if self._left_us[queue[0]] <= 0.0:
+                self._ends_us[queue.pop(0)] = end_us
                 if queue:
-                    self._begins_us[queue[0].key] = end_us
+                    self._begins_us[queue[0]] = end_us
         return True
 
 
@@ -157,18 +149,19 @@ class Times:
 
 
 @dataclasses.dataclass(frozen=True)
-class Transfer(Times):
-    """One collective in time, and what was started: its lane, its link, and its time with the link for itself."""
-
-    started: Start
-
-
-@dataclasses.dataclass(frozen=True)
 class Timeline:
-    """A simulated schedule; compute is done at `computed_until_us`, and both it and every lane at `end_us`."""
+    """A simulated schedule; compute is done at `computed_until_us`, and both it and every lane at `end_us`.
+
+    Attributes:
+        reached_us: When compute reached each event.
+        transfers: Of each collective.
+        busy_us: Time that each link was busy.
+        compute_us: Time of all computing.
+    """
 
     reached_us: dict[Hashable, float]
-    transfers: dict[Hashable, Transfer]
+    transfers: dict[Hashable, Times]
+    busy_us: dict[str, float]
     compute_us: float
     computed_until_us: float
     end_us: float
@@ -178,24 +171,14 @@ class Timeline:
         """How long compute stood still."""
         return sum(transfer.exposed_us for transfer in self.transfers.values())
 
-    @property
-    def busy_us(self) -> dict[str, float]:
-        """Time that each link was busy."""
-        busy: dict[str, float] = {}
-        for transfer in self.transfers.values():
-            link = transfer.started.sent_on
-            busy[link] = busy.get(link, 0.0) + transfer.started.time_us
-        return busy
-
 
 def simulate(events: Iterable[Event]) -> Timeline:
     """Simulates events in program order; keys are unique, and a wait comes after its start."""
-    now = 0.0
-    computed = 0.0
+    now = computed = 0.0
     links: dict[str, SharedLink] = {}
+    busy: dict[str, float] = {}
     reached: dict[Hashable, float] = {}
-    computed_at: dict[Hashable, float] = {}
-    started: dict[Hashable, tuple[Start, float]] = {}
+    started: dict[Hashable, tuple[Start, float, float]] = {}
     waited: dict[Hashable, tuple[float, float]] = {}
     stood: dict[Hashable, float] = {}
     for event in events:
@@ -206,41 +189,29 @@ def simulate(events: Iterable[Event]) -> Timeline:
                 computed += event.time_us
             case Start():
                 links.setdefault(event.sent_on, SharedLink()).start(event.key, event.lane, event.time_us, now)
-                computed_at[event.key] = computed
-                started[event.key] = (event, now)
+                busy[event.sent_on] = busy.get(event.sent_on, 0.0) + event.time_us
+                started[event.key] = (event, now, computed)
             case Wait():
-                start, _ = started[event.start]
+                start, _, computed_before = started[event.start]
                 _, end_us = links[start.sent_on].span_us(event.start, now)
-                waited.setdefault(event.start, (now, computed - computed_at[event.start]))
+                waited.setdefault(event.start, (now, computed - computed_before))
                 stood[event.start] = stood.get(event.start, 0.0) + max(0.0, end_us - now)
                 now = max(now, end_us)
-    transfers: dict[Hashable, Transfer] = {}
-    for key, (start, issued_us) in started.items():
+    transfers: dict[Hashable, Times] = {}
+    for key, (start, issued_us, _) in started.items():
         begin_us, end_us = links[start.sent_on].span_us(key, now)
         waited_us, between_us = waited.get(key, (None, 0.0))
-        transfers[key] = Transfer(
-            issued_us, begin_us, end_us, waited_us, stood.get(key, 0.0), between_us, started=start
-        )
-    return Timeline(reached, transfers, computed, now, max([now, *(t.end_us for t in transfers.values())]))
+        transfers[key] = Times(issued_us, begin_us, end_us, waited_us, stood.get(key, 0.0), between_us)
+    return Timeline(reached, transfers, busy, computed, now, max([now, *(t.end_us for t in transfers.values())]))
 
 
 _ITEMS = (Role.GATHER_ITEM, Role.REDUCE_ITEM, Role.REPLICATE_ITEM)
-_WAITS = (
-    Role.GATHER_WAIT,
-    Role.REDUCE_WAIT,
-    Role.REPLICATE_WAIT,
-    Role.OFFLOAD_IN_WAIT,
-    Role.OFFLOAD_OUT_WAIT,
-)
+_WAITS = (Role.GATHER_WAIT, Role.REDUCE_WAIT, Role.REPLICATE_WAIT, Role.OFFLOAD_IN_WAIT, Role.OFFLOAD_OUT_WAIT)
 
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Costs of every node, the collectives and copies that nodes start, and a timeline whose keys are nodes.
-
-    Attributes:
-        own: The collectives of the program's own.
-    """
+    """Costs of every node, what nodes start, the program's `own` collectives apart, and a timeline of nodes."""
 
     costs: Mapping[fx.Node, NodeCost]
     communications: Mapping[fx.Node, Communication]
@@ -251,7 +222,7 @@ class Schedule:
 def schedule(step: StepGraph, hardware: Hardware, kernels: Kernels) -> Schedule:
     """Estimates when every node of a graph runs."""
     costs = node_costs(step.graph, hardware, kernels)
-    communications = {node: transfer_of(node, hardware) for node in step.graph.nodes if is_start(node)}
+    communications = {node: communication(node, hardware) for node in step.graph.nodes if is_start(node)}
     own = {node: own_communication(node, hardware) for node in step.graph.nodes if is_own(node)}
     return Schedule(costs, communications, own, simulate(_events(step.graph, costs, {**communications, **own})))
 

@@ -14,7 +14,7 @@ from fsdp_compile.cost.fusion import Fusion, plan_kernels
 from fsdp_compile.cost.hardware import Hardware, Link, Port, Quantity
 from fsdp_compile.cost.memory import Holder, Memory, memory_of_step
 from fsdp_compile.cost.sizes import result_bytes, tensors_of
-from fsdp_compile.cost.timeline import Schedule, Times, Transfer, schedule, waited_for
+from fsdp_compile.cost.timeline import Schedule, Times, schedule, waited_for
 from fsdp_compile.explain.plan import Plan
 from fsdp_compile.explain.report import (
     Allocation,
@@ -196,7 +196,7 @@ def _messages(start: fx.Node, sent: Communication) -> Iterator[Message]:
         yield Message(require(item).parameters, result_bytes(item) * ranks)
 
 
-def _exposure(transfer: Transfer) -> tuple[Exposure, str]:
+def _exposure(transfer: Times) -> tuple[Exposure, str]:
     needed_us = transfer.end_us - transfer.begin_us
     if transfer.exposed_us < _NEGLIGIBLE_US:
         return Exposure.HIDDEN, f"behind {time(transfer.computed_us)}"

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from fsdp_compile.cost.communicate import Communication, Kind
 from fsdp_compile.cost.copies import Copy, Way
-from fsdp_compile.cost.links import Quantity
+from fsdp_compile.cost.hardware import Quantity
 from fsdp_compile.cost.memory import Holder
 from fsdp_compile.cost.timeline import Times
 from fsdp_compile.ir.graph import Phase

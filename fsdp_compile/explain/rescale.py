@@ -210,7 +210,7 @@ def _laid_out(specs: Mapping[str, UnshardSpec], stored: torch.dtype, sharding: S
     named = list(specs.items())
     _, first = named[0]
     planned = flat_layout.plan_layout(
-        [flat_layout.ParameterShape(name, spec.shape, spec.dim) for name, spec in named],
+        [flat_layout.ParameterShape(spec.shape, spec.dim) for _, spec in named],
         size=sharding.ranks,
         stored=stored,
         sent=first.param_dtype,

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from fsdp_compile.cost.communicate import Kind
-from fsdp_compile.cost.links import share_of_others
+from fsdp_compile.cost.hardware import share_of_others
 from fsdp_compile.explain.report import GraphPlan, UnitPlan, Volume
 from fsdp_compile.fsdp2.param_group import ParamGroup
 from fsdp_compile.fsdp2.unit import Model

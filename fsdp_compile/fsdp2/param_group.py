@@ -110,7 +110,7 @@ class ParamGroup:
         stored = torch_params.sharded_param(members[0]).dtype
         self._members = members
         common = self._common_spec(self.updates.wanted(map(torch_params.sharded_param, members)))
-        shapes = [ParameterShape("", torch_params.shape_of(p), torch_params.shard_dim(p)) for p in members]
+        shapes = [ParameterShape(torch_params.shape_of(p), torch_params.shard_dim(p)) for p in members]
         wire = self._wire_format(stored)
         layout = plan_layout(
             shapes,

@@ -35,7 +35,6 @@ class ReduceLayout(enum.StrEnum):
 class ParameterShape:
     """The full shape of one parameter, and the dimension to shard: `None` for a single number, or a pair."""
 
-    name: str
     shape: tuple[int, ...]
     dim: int | None
 
@@ -61,14 +60,6 @@ class FlatLayout:
 
     slots: tuple[Slot, ...]
     numel: int
-
-
-def aligned_numel(*dtypes: torch.dtype, per_byte: int = 0) -> int:
-    """Elements of which slots are a multiple, in a flat parameter that is stored, sent or reduced in `dtypes`.
-
-    `per_byte` is how many are sent in a byte, if large ones are; else 0.
-    """
-    return ALIGNMENT_BYTES * per_byte or ALIGNMENT_BYTES // min(AUTOCAST_BYTES, *(dtype.itemsize for dtype in dtypes))
 
 
 def shard_numel(shape: tuple[int, ...], dim: int | None, size: int) -> int:
@@ -103,7 +94,8 @@ def plan_layout(
         reduced: Dtype of reductions; by default `sent`.
         per_byte: Elements that are sent in a byte, if large parameters are sent in a `WireFormat`.
     """
-    step = aligned_numel(stored, sent, reduced or sent, per_byte=per_byte)
+    narrowest = min(AUTOCAST_BYTES, *(dtype.itemsize for dtype in (stored, sent, reduced or sent)))
+    step = ALIGNMENT_BYTES * per_byte or ALIGNMENT_BYTES // narrowest  # of which slots are a multiple
     numels = [shard_numel(p.shape, p.dim, size) for p in parameters]
     order = sorted(range(len(parameters)), key=lambda i: numels[i] * stored.itemsize >= LARGE_BYTES)
     slots = []

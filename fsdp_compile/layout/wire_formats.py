@@ -99,7 +99,7 @@ class WireFormat(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True)
-class Float32Scales(WireFormat):
+class _Float32Scales(WireFormat):
     """Elements of an 8-bit dtype, with a float32 `m / top` for each block: 1.03 bytes an element.
 
     Attributes:
@@ -114,7 +114,6 @@ class Float32Scales(WireFormat):
         message.view(torch.float32)[: largest.numel()] = torch.where(largest < _SMALLEST, 0.0, largest / self.top)
 
     def elements(self, shard: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """See the base class."""
         scaled = self.blocks(shard, scales.view(torch.float32)[: shard.numel() // self.block])
         if self.dtype is torch.int8:
             scaled = scaled.nan_to_num(0.0).round()  # the scale of such a block is not finite: its elements become NaN
@@ -122,7 +121,6 @@ class Float32Scales(WireFormat):
         return scaled.clamp(-self.top, self.top).to(self.dtype).view(torch.uint8).view(-1)
 
     def decoded(self, b: Builder[T], elements: T, scales: T, size: int) -> T:
-        """See the base class."""
         numbers = cast(b, b.call(aten.view.dtype, elements, self.dtype), torch.float32)
         of_ranks = view(b, b.call(aten.view.dtype, scales, torch.float32), [size, -1])
         count = b.value(elements).numel() // size // self.block
@@ -137,7 +135,7 @@ _NO_EXPONENT = 255
 
 
 @dataclasses.dataclass(frozen=True)
-class PowerOfTwoScales(WireFormat):
+class _PowerOfTwoScales(WireFormat):
     """Open Compute's MXFP8: float8_e4m3fn, and for each block the exponent of its scale, a byte (E8M0).
 
     `m / 448` is rounded up, so that no element is beyond 448. A float32 of that exponent is the scale.
@@ -149,13 +147,12 @@ class PowerOfTwoScales(WireFormat):
         message[: largest.numel()] = torch.where(largest.isfinite(), exponent, _NO_EXPONENT).to(torch.uint8)
 
     def elements(self, shard: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """See the base class."""
         exponent = scales[: shard.numel() // self.block].to(torch.int32)
+        # Elements of a block whose scale is no number become NaN themselves.
         scale = torch.where(exponent == _NO_EXPONENT, torch.nan, (exponent << _EXPONENT_BITS).view(torch.float32))
         return self.blocks(shard, scale).to(torch.float8_e4m3fn).view(torch.uint8).view(-1)
 
     def decoded(self, b: Builder[T], elements: T, scales: T, size: int) -> T:
-        """See the base class; elements of a block whose scale is no number are NaN themselves."""
         numbers = cast(b, b.call(aten.view.dtype, elements, torch.float8_e4m3fn), torch.float32)
         exponent = cast(b, self._of_ranks(b, scales, size, b.value(elements).numel()), torch.int32)
         shifted = b.call(aten.bitwise_left_shift.Tensor_Scalar, exponent, _EXPONENT_BITS)
@@ -167,7 +164,7 @@ _SIGN = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class FourBits(WireFormat):
+class _FourBits(WireFormat):
     """NVIDIA's NVFP4: numbers of 4 bits (E2M1: 0, 1/2, 1, 3/2, 2, 3, 4, 6), with scales of scales.
 
     A block's scale is a float8_e4m3fn, times one float32 for the whole shard, `M / (448 * 6)`. Of two elements the
@@ -183,7 +180,6 @@ class FourBits(WireFormat):
         message[: largest.numel()] = of_blocks.to(torch.float8_e4m3fn).view(torch.uint8)
 
     def elements(self, shard: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """See the base class."""
         small = scales[: shard.numel() // self.block].view(torch.float8_e4m3fn).float()
         scaled = self.blocks(shard, small * scales[-self.shard_bytes :].view(torch.float32)).nan_to_num(0.0)
         size = scaled.abs().clamp(max=_FLOAT4_TOP)
@@ -194,7 +190,6 @@ class FourBits(WireFormat):
         return (code[:, 0] + (code[:, 1] << 4)).to(torch.uint8)
 
     def decoded(self, b: Builder[T], elements: T, scales: T, size: int) -> T:
-        """See the base class."""
         numel = b.value(elements).numel() * self.per_byte
         of_blocks = b.call(aten.view.dtype, self._of_ranks(b, scales, size, numel), torch.float8_e4m3fn)
         floats = view(b, b.call(aten.view.dtype, scales, torch.float32), [size, -1])
@@ -218,10 +213,10 @@ class FourBits(WireFormat):
 
 
 _FORMATS: tuple[WireFormat, ...] = (
-    Float32Scales("int8", block=128, scale_bytes=4, dtype=torch.int8, top=127.0),
-    Float32Scales("float8_e4m3fn", block=128, scale_bytes=4, dtype=torch.float8_e4m3fn, top=_FLOAT8_TOP),
-    PowerOfTwoScales("mxfp8", block=32, scale_bytes=1),
-    FourBits("nvfp4", block=16, scale_bytes=1, per_byte=2, shard_bytes=4),
+    _Float32Scales("int8", block=128, scale_bytes=4, dtype=torch.int8, top=127.0),
+    _Float32Scales("float8_e4m3fn", block=128, scale_bytes=4, dtype=torch.float8_e4m3fn, top=_FLOAT8_TOP),
+    _PowerOfTwoScales("mxfp8", block=32, scale_bytes=1),
+    _FourBits("nvfp4", block=16, scale_bytes=1, per_byte=2, shard_bytes=4),
 )
 FORMATS = {wire.name: wire for wire in _FORMATS}
 """All of them, by name."""

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from fsdp_compile.layout.averaging import scaling
-from fsdp_compile.layout.spec import UnshardSpec, parse
+from fsdp_compile.layout.spec import UnshardSpec, parse, scaling
 from fsdp_compile.ops.row_exchange import RowExchange
 from fsdp_compile.ops.unshard import sum_over_replicas
 

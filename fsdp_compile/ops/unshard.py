@@ -10,9 +10,8 @@ import torch
 
 from fsdp_compile._torch.distributed import collectives
 from fsdp_compile._torch.dynamo import is_tracing_python
-from fsdp_compile.layout.averaging import scaling
 from fsdp_compile.layout.messages import EagerBuilder, full_parameter, gradient_rows, inverse
-from fsdp_compile.layout.spec import GradPlacement, UnshardSpec, parse
+from fsdp_compile.layout.spec import GradPlacement, UnshardSpec, parse, scaling
 from fsdp_compile.ops import comm_hook, quantize
 
 _EAGER = EagerBuilder()

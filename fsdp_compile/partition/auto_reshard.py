@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import fx
@@ -31,9 +31,8 @@ from fsdp_compile.ops.post_forward import SHARD_POST_FORWARD, UNSHARD_POST_FORWA
 from fsdp_compile.ops.unshard import UNSHARD
 from fsdp_compile.partition.partition import shard_post_forward
 from fsdp_compile.planner.from_graph import accumulated_bytes, outline
-from fsdp_compile.planner.list_schedule import place
+from fsdp_compile.planner.list_schedule import place, replay
 from fsdp_compile.planner.problem import Problem, Saved
-from fsdp_compile.planner.replay import replay
 
 NEAR = 1.002
 """Times that differ by less than this count as the same: estimates are no better than that."""
@@ -55,25 +54,26 @@ class Halves:
     backward: Problem
 
     def keeping(self, pairs: Sequence[Pair]) -> Halves:
-        """The same step, if these buckets stay unsharded."""
-        backward = _without(self.backward, [pair.backward for pair in pairs])
-        numbers = [pair.forward for pair in pairs]
-        gathers = tuple(
-            dataclasses.replace(gather, kept=True) if index in numbers else gather
-            for index, gather in enumerate(self.forward.gathers)
+        """The same step, if these buckets stay unsharded: backward finds them in memory, and does not gather them."""
+        first, second = {pair.forward for pair in pairs}, {pair.backward for pair in pairs}
+        forward, backward, end = self.forward, self.backward, len(self.forward.steps_us)
+        gathers = tuple(dataclasses.replace(g, kept=True) if i in first else g for i, g in enumerate(forward.gathers))
+        least = _with(forward, [(g.free, end, g.size_bytes) for i, g in enumerate(gathers) if i in first])
+        found = [backward.gathers[pair.backward] for pair in pairs]
+        return Halves(
+            dataclasses.replace(forward, gathers=gathers, least_bytes=least),
+            dataclasses.replace(
+                backward,
+                gathers=tuple(gather for i, gather in enumerate(backward.gathers) if i not in second),
+                saved=tuple(Saved(need=g.need, free=g.free, size_bytes=g.size_bytes) for g in found),
+                least_bytes=_with(backward, [(0, g.need, g.size_bytes) for g in found]),
+            ),
         )
-        held = [(g.free, len(self.forward.steps_us), g.size_bytes) for i, g in enumerate(gathers) if i in numbers]
-        least = _with(self.forward, held)
-        return Halves(dataclasses.replace(self.forward, gathers=gathers, least_bytes=least), backward)
 
 
-def _without(problem: Problem, numbers: Sequence[int]) -> Problem:
-    """A graph that finds some of its buckets in memory, and does not gather them."""
-    found = [problem.gathers[number] for number in numbers]
-    left = tuple(gather for number, gather in enumerate(problem.gathers) if number not in numbers)
-    waiting = [(0, gather.need, gather.size_bytes) for gather in found]
-    saved = tuple(Saved(need=g.need, free=g.free, size_bytes=g.size_bytes) for g in found)
-    return dataclasses.replace(problem, gathers=left, saved=saved, least_bytes=_with(problem, waiting))
+def _with(problem: Problem, held: Sequence[tuple[int, int, int]]) -> tuple[int, ...]:
+    """What a problem holds at least, if it holds more; empty where not everything is counted."""
+    return tuple(map(operator.add, problem.least_bytes, problem.sums(held)))
 
 
 def choose(step: Halves, pairs: Sequence[Pair], *, budget_bytes: int | None, margin: float) -> tuple[Pair, ...]:
@@ -142,11 +142,6 @@ def _times_us(step: Halves, budget_bytes: int | None, margin: float) -> tuple[fl
     )
 
 
-def _with(problem: Problem, held: Sequence[tuple[int, int, int]]) -> tuple[int, ...]:
-    """What a problem holds at least, if it holds more; empty where not everything is counted."""
-    return tuple(map(operator.add, problem.least_bytes, problem.sums(held)))
-
-
 def asks_for_choice(step: StepGraph) -> bool:
     """Whether a graph reads parameters that `Reshard.AUTO` leaves open."""
     return any(_is_open(node) for node in step.graph.find_nodes(op="call_function", target=UNSHARD))
@@ -178,14 +173,19 @@ def keep_unsharded(
         budget_bytes -= accumulated_bytes(forward)
     everything = budget_bytes is not None
     first, second = (outline(step, hardware, fusion, everything=everything) for step in (forward, backward))
-    pairs = _pairs(forward, backward, first, second)
+    again = {gather.unit: number for number, gather in enumerate(second.gathers)}
+    pairs = [
+        Pair(number, again[name])
+        for number, name in enumerate(gather.unit for gather in first.gathers)
+        # The choice has to be open for all parameters that backward reads.
+        if name in again and all(map(_is_open, _reads(backward, name))) and _forward_reads_all(forward, backward, name)
+    ]
     chosen = choose(Halves(first, second), pairs, budget_bytes=budget_bytes, margin=margin)
     kept = [second.gathers[pair.backward].unit for pair in chosen]
     for name in kept:
         _keep(forward, backward, name)
-    for step in (forward, backward) if kept else ():
-        step.graph.lint()
-        step.gm.recompile()
+    if kept:
+        _finish(forward, backward)
     return tuple(require(_input(backward, name)).unit for name in kept)
 
 
@@ -194,9 +194,7 @@ def keep_all(forward: StepGraph, backward: StepGraph) -> None:
     for name in [node.name for node in forward.nodes(Role.FLAT)]:
         if _reads(backward, name) and _forward_reads_all(forward, backward, name):
             _keep(forward, backward, name)
-    for step in (forward, backward):
-        step.graph.lint()
-        step.gm.recompile()
+    _finish(forward, backward)
 
 
 def keep_parts(forward: StepGraph, backward: StepGraph) -> None:
@@ -217,7 +215,11 @@ def keep_parts(forward: StepGraph, backward: StepGraph) -> None:
             for read in reads:
                 read.replace_all_uses_with(again)
                 backward.graph.erase_node(read)
-    for step in (forward, backward):
+    _finish(forward, backward)
+
+
+def _finish(*steps: StepGraph) -> None:
+    for step in steps:
         step.graph.lint()
         step.gm.recompile()
 
@@ -228,17 +230,6 @@ def _forward_reads_all(forward: StepGraph, backward: StepGraph, name: str) -> bo
 
 def _is_open(read: fx.Node) -> bool:
     return unsharded_value(read) is None and parse(read_text(read)).reshard is Reshard.AUTO
-
-
-def _pairs(forward: StepGraph, backward: StepGraph, first: Problem, second: Problem) -> tuple[Pair, ...]:
-    """Flat parameters that both graphs gather, if the choice is open for all parameters that backward reads."""
-    again = {gather.unit: number for number, gather in enumerate(second.gathers)}
-    both = [(number, gather.unit) for number, gather in enumerate(first.gathers) if gather.unit in again]
-    return tuple(
-        Pair(number, again[name])
-        for number, name in both
-        if all(map(_is_open, _reads(backward, name))) and _forward_reads_all(forward, backward, name)
-    )
 
 
 def _input(step: StepGraph, name: str) -> fx.Node:
@@ -260,7 +251,11 @@ def _keep(forward: StepGraph, backward: StepGraph, flat: str) -> None:
     for text, reads in again.items():
         _save(forward, there[text])
         record = require(_input(backward, flat)).of_one(parse(text), Role.SAVED_PARAM, Phase.BACKWARD)
-        _take(backward, reads, there[text], record)
+        saved = _input_for(backward, there[text], record)
+        for read in reads:
+            saved.meta.update({**read.meta, KEY: record})
+            read.replace_all_uses_with(saved)
+            backward.graph.erase_node(read)
 
 
 def _save(forward: StepGraph, value: fx.Node) -> None:
@@ -284,12 +279,3 @@ def _input_for(backward: StepGraph, value: fx.Node, record: Record) -> fx.Node:
         saved = backward.graph.placeholder(value.name)
     saved.meta.update({**value.meta, KEY: record})
     return saved
-
-
-def _take(backward: StepGraph, reads: Iterable[fx.Node], value: fx.Node, record: Record) -> None:
-    """Makes a value that forward saves first the first tensor among the inputs, instead of some reads."""
-    saved = _input_for(backward, value, record)
-    for read in reads:
-        saved.meta.update({**read.meta, KEY: record})
-        read.replace_all_uses_with(saved)
-        backward.graph.erase_node(read)

@@ -11,7 +11,7 @@ gathered as it is stored. Gradients are reduced in the dtype that they had.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import fx
@@ -43,16 +43,23 @@ class _Uses:
 
 def cast_before_gather(graph: fx.Graph) -> None:
     """Rewrites the reads of a joint graph, or of a forward graph without a backward."""
-    for flat, text, markers in _parameters(graph):
+    parameters: dict[tuple[fx.Node, str], list[fx.Node]] = {}
+    for node in graph.nodes:
+        if node.target in TEXT_POSITION:
+            parameters.setdefault((node.args[0], read_text(node)), []).append(node)
+    for (flat, text), markers in parameters.items():
         reads = [marker for marker in markers if marker.target is UNSHARD]
         if any(marker.target not in (UNSHARD, REDUCE_GRAD) for marker in markers) or any(map(unsharded_value, reads)):
             continue
-        uses = _uses_of(reads)
-        dtype = _narrower(parse(text), uses)
+        uses, spec = _uses_of(reads), parse(text)
+        dtype = _narrower(spec, uses)
         if dtype is None:
             continue
-        sent = dataclasses.replace(parse(text), param_dtype=dtype)
-        _note(flat, sent)
+        sent = dataclasses.replace(spec, param_dtype=dtype)
+        # The result is verified by the record of the flat parameter. That of a region, called with several, has none.
+        if (record := record_of(flat)) is not None:
+            specs = tuple(sent if spec.offset == sent.offset else spec for spec in record.specs)
+            flat.meta[KEY] = dataclasses.replace(record, specs=specs)
         for marker in markers:
             set_read_text(marker, sent.text)
         for node in (*reads, *uses.views):
@@ -69,30 +76,10 @@ def casts_of(read: fx.Node) -> list[fx.Node]:
     return [cast for cast in _uses_of([read]).casts if _is_narrower(cast.meta["val"].dtype, stored)]
 
 
-def _parameters(graph: fx.Graph) -> Iterable[tuple[fx.Node, str, list[fx.Node]]]:
-    """Each parameter's flat parameter, the text of its spec, and the markers of its reads and gradients."""
-    found: dict[tuple[fx.Node, str], list[fx.Node]] = {}
-    for node in graph.nodes:
-        if node.target in TEXT_POSITION:
-            found.setdefault((node.args[0], read_text(node)), []).append(node)
-    return [(flat, text, markers) for (flat, text), markers in found.items()]
-
-
-def _note(flat: fx.Node, sent: UnshardSpec) -> None:
-    """Writes how a parameter is sent into the record of its flat parameter, by which the result is verified."""
-    record = record_of(flat)
-    if record is None:  # of a region, which is called with several
-        return
-    specs = tuple(sent if spec.offset == sent.offset else spec for spec in record.specs)
-    flat.meta[KEY] = dataclasses.replace(record, specs=specs)
-
-
 def _narrower(spec: UnshardSpec, uses: _Uses) -> torch.dtype | None:
     """The one dtype that all readers cast to, if it is a narrower floating one that is not sent yet."""
-    if uses.others or spec.size == 1 or spec.gather_format:
-        return None
     dtypes = {cast.meta["val"].dtype for cast in uses.casts}
-    if len(dtypes) != 1:
+    if uses.others or spec.size == 1 or spec.gather_format or len(dtypes) != 1:
         return None
     (dtype,) = dtypes
     return dtype if _is_narrower(dtype, spec.param_dtype) else None

@@ -14,7 +14,7 @@ is computed again there: forward has all three, and needs only the first; backwa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -87,23 +87,14 @@ def partition(
         forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
         for half in (forward, backward):
             _restore(half.graph.nodes, stand_ins)
-    if results is not None:
-        _describe_results(forward.graph.output_node(), results[: kwargs["num_fwd_outputs"]])
-    save_copies_of_updated_inputs(forward.graph, backward.graph, kwargs["num_fwd_outputs"])
+    count, output = kwargs["num_fwd_outputs"], forward.graph.output_node()
+    if results is not None:  # torch does not describe the outputs of a forward that saves a state of random numbers
+        returned = output.args[0]
+        assert isinstance(returned, tuple | list)
+        saved = map(SavedForBackwardsAOTOutput, range(len(returned) - count))
+        output.meta.setdefault("desc", [*results[:count], *saved])
+    save_copies_of_updated_inputs(forward.graph, backward.graph, count)
     return forward, backward
-
-
-def _describe_results(output: fx.Node, results: Sequence[object]) -> None:
-    """Describes what a forward returns and saves where torch has not: not of one that saves a state of random numbers.
-
-    Args:
-        output: Of the forward's graph.
-        results: Descriptions of what the forward returns; all after these is saved.
-    """
-    returned = output.args[0]
-    assert isinstance(returned, tuple | list)
-    saved = len(returned) - len(results)
-    output.meta.setdefault("desc", [*results, *map(SavedForBackwardsAOTOutput, range(saved))])
 
 
 def shard_post_forward(joint: fx.Graph) -> None:
@@ -195,8 +186,12 @@ def save_copies_of_updated_inputs(forward: fx.Graph, backward: fx.Graph, results
     output.args = ((*returned[:results], *(copies.get(node, node) for node in saved)),)
     names = {node.name: copy.name for node, copy in copies.items()}
     for node in backward.find_nodes(op="placeholder"):
-        if node.name in names:
-            _rename(node, names[node.name])
+        if node.name in names:  # backward's input is found by the name of what forward saves for it
+            with backward.inserting_before(node):
+                renamed = backward.placeholder(names[node.name])
+            renamed.meta = node.meta
+            node.replace_all_uses_with(renamed)
+            backward.erase_node(node)
 
 
 def _updated_inputs(forward: fx.Graph) -> list[fx.Node]:
@@ -218,12 +213,3 @@ def _copy(node: fx.Node) -> fx.Node:
         )
     copy.meta["val"] = infer_value(copy)
     return copy
-
-
-def _rename(placeholder: fx.Node, name: str) -> None:
-    """Gives an input of backward the name of what forward saves for it, by which it is found."""
-    with placeholder.graph.inserting_before(placeholder):
-        renamed = placeholder.graph.placeholder(name)
-    renamed.meta = placeholder.meta
-    placeholder.replace_all_uses_with(renamed)
-    placeholder.graph.erase_node(placeholder)

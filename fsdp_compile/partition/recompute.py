@@ -40,8 +40,12 @@ def blocks(joint: fx.Graph) -> list[Block]:
     nodes = _forward(joint)
     if any("recompute" in node.meta for node in nodes):
         return []
-    cuts = _cuts(nodes)
-    return [tuple(nodes[begin:end]) for begin, end in itertools.pairwise([0, *cuts])]
+    records = {at: record_of(node.all_input_nodes[0]) for at, node in enumerate(nodes) if node.target in READS}
+    reads = [(at, record.unit) for at, record in records.items() if record is not None]
+    changes = [(first, then) for (first, unit), (then, other) in itertools.pairwise(reads) if unit != other]
+    live = _live_bytes(nodes)
+    cuts = {min(range(first + 1, then + 1), key=lambda place: (live[place], -place)) for first, then in changes}
+    return [tuple(nodes[begin:end]) for begin, end in itertools.pairwise([0, *sorted(cuts)])]
 
 
 def recompute(chosen: Sequence[Block]) -> None:
@@ -91,25 +95,12 @@ def _forward(joint: fx.Graph) -> list[fx.Node]:
     calls = [node for node in joint.nodes if node.op == "call_function"]
     reads = [node for node in calls if node.target in READS]
     kept = (n for n in calls if not _is_of_backward(n) and (n not in apart or n in reads))
-    return list(itertools.takewhile(lambda node: not any(map(_is_gradient, node.all_input_nodes)), kept))
+    tangents = {node for node in joint.find_nodes(op="placeholder") if node.name.startswith("tangents")}
+    return list(itertools.takewhile(lambda node: tangents.isdisjoint(node.all_input_nodes), kept))
 
 
 def _is_of_backward(node: fx.Node) -> bool:
     return node.meta.get("partitioner_tag") == "is_backward"  # AOTAutograd's own tag
-
-
-def _is_gradient(node: fx.Node) -> bool:
-    return node.op == "placeholder" and node.name.startswith("tangents")
-
-
-def _cuts(nodes: Sequence[fx.Node]) -> list[int]:
-    """Before which calls blocks begin, but for the first one: one in each stretch between reads of different units."""
-    records = {at: record_of(node.all_input_nodes[0]) for at, node in enumerate(nodes) if node.target in READS}
-    reads = [(at, record.unit) for at, record in records.items() if record is not None]
-    changes = [(first, then) for (first, unit), (then, other) in itertools.pairwise(reads) if unit != other]
-    live = _live_bytes(nodes)
-    found = (min(range(first + 1, then + 1), key=lambda place: (live[place], -place)) for first, then in changes)
-    return sorted(set(found))
 
 
 def _live_bytes(nodes: Sequence[fx.Node]) -> list[int]:

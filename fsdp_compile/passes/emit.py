@@ -43,9 +43,8 @@ from fsdp_compile._torch.distributed import collectives
 from fsdp_compile._torch.tensors import OpOverload
 from fsdp_compile.ir.edit import GraphBuilder
 from fsdp_compile.ir.graph import Role
-from fsdp_compile.layout.averaging import scaling
 from fsdp_compile.layout.messages import cast, full_parameter, narrow
-from fsdp_compile.layout.spec import GradPlacement, UnshardSpec
+from fsdp_compile.layout.spec import GradPlacement, UnshardSpec, scaling
 from fsdp_compile.ops import comm_hook
 from fsdp_compile.ops.host_copy import START_COPY, WAIT_COPY
 from fsdp_compile.ops.post_forward import OWN_PART, UNSHARD_POST_FORWARD

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from torch import fx
 
-from fsdp_compile.cost.communicate import EXCHANGED, Kind, communication, copy_of, exchange
+from fsdp_compile.cost.communicate import EXCHANGED, Kind, communication, exchange
 from fsdp_compile.cost.fusion import Fusion, plan_kernels, shares_memory
-from fsdp_compile.cost.hardware import Hardware
-from fsdp_compile.cost.links import share_of_others
+from fsdp_compile.cost.hardware import Hardware, share_of_others
 from fsdp_compile.cost.memory import Memory, memory_of
 from fsdp_compile.cost.sizes import result_bytes
 from fsdp_compile.cost.timeline import times_us, waits_of
@@ -26,9 +25,6 @@ from fsdp_compile.layout.spec import GradPlacement, Reshard, UnshardSpec, parse
 from fsdp_compile.layout.wire_formats import gathered_bytes
 from fsdp_compile.ops.unshard import REDUCE_GRAD, UNSHARD
 from fsdp_compile.planner.problem import Gather, Problem, Reduction, Saved
-
-ITEMS = (Role.REDUCE_ITEM, Role.REPLICATE_ITEM)
-"""Messages of a grouped reduction; they move with its start."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,21 +55,24 @@ def pose(
     """
     busy_us = times_us(step.graph, hardware, plan_kernels(step.graph, fusion))
     starts = {*step.nodes(Role.GATHER), *(start for chain in chains for start in chain)}
-    positions, steps = _steps(step.graph, {*moved, *starts, *step.nodes(*ITEMS)})
-    gathers = [_gather(node, positions, len(steps), hardware) for node in step.nodes(Role.GATHER)]
-    behind = copies_behind(step, chains)
-    order = sorted(range(len(gathers)), key=lambda i: gathers[i].need)
-    nodes = tuple(step.nodes(Role.GATHER))
+    items = step.nodes(Role.REDUCE_ITEM, Role.REPLICATE_ITEM)  # they move with the start of their reduction
+    positions, steps = _steps(step.graph, {*moved, *starts, *items})
+    gathers = [(node, _gather(node, positions, len(steps), hardware)) for node in step.nodes(Role.GATHER)]
+    gathers.sort(key=lambda pair: pair[1].need)
+    copies: dict[int, list[fx.Node]] = {}  # to the host, by the last reduction that must be over for them
+    for node, (number, _) in _stages_behind(step, chains).items():
+        if role_of(node) is Role.OFFLOAD_OUT:
+            copies.setdefault(number, []).append(node)
     problem = Problem(
         tuple(
             communication(node, hardware).alone_us if role_of(node) in EXCHANGES else busy_us[node] for node in steps
         ),
-        tuple(gathers[i] for i in order),
-        tuple(_reduction(chain, positions, behind[chain[0]], hardware) for chain in chains),
+        tuple(gather for _, gather in gathers),
+        tuple(_reduction(chain, positions, copies.get(number, ()), hardware) for number, chain in enumerate(chains)),
         saved=_saved(step, positions),
         exchanges=frozenset(index for index, node in enumerate(steps) if role_of(node) in EXCHANGES),
     )
-    return Posed(problem, tuple(steps), tuple(nodes[i] for i in order), tuple(map(tuple, chains)))
+    return Posed(problem, tuple(steps), tuple(node for node, _ in gathers), tuple(map(tuple, chains)))
 
 
 def _steps(graph: fx.Graph, apart: Collection[fx.Node]) -> tuple[dict[fx.Node, int], list[fx.Node]]:
@@ -85,15 +84,6 @@ def _steps(graph: fx.Graph, apart: Collection[fx.Node]) -> tuple[dict[fx.Node, i
         if node.op == "call_function" and node not in apart:
             steps.append(node)
     return positions, steps
-
-
-def copies_behind(step: StepGraph, chains: Sequence[Sequence[fx.Node]]) -> Mapping[fx.Node, list[fx.Node]]:
-    """For the first stage of each reduction, the copies to the host for which it is the last that must be over."""
-    found: dict[fx.Node, list[fx.Node]] = {chain[0]: [] for chain in chains}
-    for node, (number, _) in _stages_behind(step, chains).items():
-        if role_of(node) is Role.OFFLOAD_OUT:
-            found[chains[number][0]].append(node)
-    return found
 
 
 def _stages_behind(step: StepGraph, chains: Sequence[Sequence[fx.Node]]) -> Mapping[fx.Node, tuple[int, int]]:
@@ -183,7 +173,7 @@ def _gather(start: fx.Node, positions: Mapping[fx.Node, int], end: int, hardware
         size_bytes=result_bytes(start),
         time_us=communication(start, hardware).alone_us,
         sent_bytes=sum(result_bytes(node) for node in sent if not shares_memory(node)),
-        copy_us=sum(copy_of(node, hardware.device.host).alone_us for node in copies),
+        copy_us=sum(communication(node, hardware).alone_us for node in copies),
         copy_bytes=sum(map(result_bytes, copies)),
         kept=kept,
         unit=_unsplit(start),
@@ -223,7 +213,7 @@ def _reduction(
         ready=positions[first],
         size_bytes=sum(map(result_bytes, first.all_input_nodes)),
         stages_us=tuple(communication(start, hardware).alone_us for start in chain),
-        copy_us=sum(copy_of(node, hardware.device.host).alone_us for node in copies),
+        copy_us=sum(communication(node, hardware).alone_us for node in copies),
         unit=_unsplit(first),
     )
 
@@ -266,27 +256,20 @@ def outline(step: StepGraph, hardware: Hardware, fusion: Fusion, *, everything: 
     )
 
 
-def _by_flat(markers: Iterable[fx.Node]) -> Mapping[fx.Node, list[fx.Node]]:
+def _by_flat(markers: Iterable[fx.Node]) -> Iterator[tuple[fx.Node, list[fx.Node], list[UnshardSpec]]]:
+    """Flat parameters with their markers, and the specs of these."""
     found: dict[fx.Node, list[fx.Node]] = {}
     for marker in markers:
-        flat = marker.args[0]
-        assert isinstance(flat, fx.Node)
-        found.setdefault(flat, []).append(marker)
-    return found
-
-
-def _marked_specs(markers: Iterable[fx.Node]) -> list[UnshardSpec]:
-    return [parse(text) for text in dict.fromkeys(map(read_text, markers))]
+        found.setdefault(marker.all_input_nodes[0], []).append(marker)
+    for flat, of_flat in found.items():
+        yield flat, of_flat, [parse(text) for text in dict.fromkeys(map(read_text, of_flat))]
 
 
 def _marked_gathers(
     step: StepGraph, positions: Mapping[fx.Node, int], values: frozenset[fx.Node], hardware: Hardware
-) -> Iterable[Gather]:
-    reads = (
-        node for node in step.graph.find_nodes(op="call_function", target=UNSHARD) if unsharded_value(node) is None
-    )
-    for flat, markers in _by_flat(reads).items():
-        specs = _marked_specs(markers)
+) -> Iterator[Gather]:
+    reads = step.graph.find_nodes(op="call_function", target=UNSHARD)
+    for flat, markers, specs in _by_flat(node for node in reads if unsharded_value(node) is None):
         ranks = specs[0].size
         users = [positions[node] for node in _marked_readers(markers, values)]
         if ranks == 1 or not users:
@@ -314,9 +297,8 @@ def _marked_readers(markers: Iterable[fx.Node], values: frozenset[fx.Node]) -> s
     return found - values
 
 
-def _marked_reductions(step: StepGraph, positions: Mapping[fx.Node, int], hardware: Hardware) -> Iterable[Reduction]:
-    for markers in _by_flat(step.graph.find_nodes(op="call_function", target=REDUCE_GRAD)).values():
-        specs = _marked_specs(markers)
+def _marked_reductions(step: StepGraph, positions: Mapping[fx.Node, int], hardware: Hardware) -> Iterator[Reduction]:
+    for _, markers, specs in _by_flat(step.graph.find_nodes(op="call_function", target=REDUCE_GRAD)):
         first = specs[0]
         size_bytes = sum(spec.size * spec.extent * spec.reduce_dtype.itemsize for spec in specs)
         stages = []

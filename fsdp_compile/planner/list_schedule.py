@@ -25,10 +25,14 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 from fsdp_compile.planner.problem import Gather, Problem, Start, What
-from fsdp_compile.planner.replay import replay
+
+Stage = tuple[int, int]
+"""A reduction and one of its stages, by number."""
+T = TypeVar("T", bound=Hashable)
 
 
 def _latest_gathers_us(problem: Problem, margin: float) -> list[float]:
@@ -71,16 +75,14 @@ class Placement:
         waits: For each reduction, where each of its stages is waited for.
         order: Stages as (reduction, stage), in the order in which they are waited for.
         end_us: Estimated time until both lanes are done.
-        bound_us: What no plan can beat.
     """
 
     starts: tuple[int, ...]
     issued: tuple[Start, ...]
     waits: tuple[tuple[int, ...], ...]
-    order: tuple[tuple[int, int], ...]
+    order: tuple[Stage, ...]
     peak_bytes: int
     end_us: float
-    bound_us: float
 
 
 class BudgetError(ValueError):
@@ -122,7 +124,6 @@ def place(problem: Problem, *, budget_bytes: int, margin: float = 1.0) -> Placem
         order=tuple(chosen.order),
         peak_bytes=chosen.peak_bytes,
         end_us=replay(problem, chosen.issued, chosen.waits),
-        bound_us=problem.bound_us,
     )
 
 
@@ -153,7 +154,7 @@ def _shares_of_gathers(problem: Problem, budget_bytes: int) -> Iterator[Sequence
 
 
 @dataclasses.dataclass(frozen=True)
-class _Stage:
+class _Running:
     """When a collective that is on the link ends, and when it has ended even if the link is `margin` times slower."""
 
     ends_us: float
@@ -188,10 +189,10 @@ class _Play:
         self.copied_us: list[float] = []
         self.gathered_us: list[float] = []
         self.awaited = 0
-        self.in_flight: dict[int, _Stage] = {}  # in the order in which they end, that of the link
+        self.in_flight: dict[int, _Running] = {}  # in the order in which they end, that of the link
         self.gradient_bytes = 0  # of reductions on the link: full gradients, those whose first stage runs, and results
         self.waits: list[list[int]] = [[] for _ in problem.reductions]
-        self.order: list[tuple[int, int]] = []
+        self.order: list[Stage] = []
 
     @property
     def peak_bytes(self) -> int:
@@ -202,7 +203,7 @@ class _Play:
         """Decides everything, step by step."""
         reductions = list(enumerate(self.problem.reductions))[::-1]
         for position in range(len(self.problem.steps_us) + 1):
-            self._collect(position)
+            self._wait_for_completed(position)
             self._start_copies(position)
             self._start_gathers(position)
             while reductions and reductions[-1][1].ready == position:
@@ -218,13 +219,12 @@ class _Play:
             elif position < len(self.problem.steps_us):
                 self.now_us += self.problem.steps_us[position]
 
-    def _queue(self, time_us: float) -> _Stage:
+    def _queue(self, time_us: float) -> _Running:
         self.link_free_us = max(self.now_us, self.link_free_us) + time_us
         self.link_surely_free_us = max(self.now_us, self.link_surely_free_us) + self.margin * time_us
-        return _Stage(self.link_free_us, self.link_surely_free_us)
+        return _Running(self.link_free_us, self.link_surely_free_us)
 
-    def _collect(self, position: int) -> None:
-        """Waits for what has surely completed."""
+    def _wait_for_completed(self, position: int) -> None:
         now_us = self.now_us
         for index in list(itertools.takewhile(lambda i: self.in_flight[i].surely_ends_us <= now_us, self.in_flight)):
             self._wait(index, position)
@@ -322,3 +322,78 @@ class _Play:
             self._wait(next(iter(self.in_flight)), position)
         if not last:
             self.live[position] += self.gradient_bytes
+
+
+def replay(problem: Problem, issued: Sequence[Start], waits: Sequence[Sequence[int]]) -> float:
+    """Time of a graph in us with a given plan; `waits` has, for each reduction, where its stages are waited for."""
+    return _Replay(problem).run(issued, waits)
+
+
+class _Replay:
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.now_us = 0.0
+        self.link_free_us = 0.0
+        self.in_free_us = 0.0  # the bus, from the host
+        self.out_free_us = 0.0  # the bus, to the host
+        self.running: dict[Stage, float] = {}
+        self.copied_us: dict[int, float] = {}
+        self.gathered_us: dict[int, float] = {}
+
+    def run(self, issued: Sequence[Start], waits: Sequence[Sequence[int]]) -> float:
+        steps_us, exchanges = self.problem.steps_us, self.problem.exchanges
+        needed = _by_place((gather.need, index) for index, gather in enumerate(self.problem.gathers))
+        ready = _by_place((reduction.ready, index) for index, reduction in enumerate(self.problem.reductions))
+        starting = _by_place((start.position, start) for start in issued)
+        due = _by_place((at, (index, k)) for index, stages in enumerate(waits) for k, at in enumerate(stages))
+        begin = 0
+        for position in sorted(needed.keys() | ready.keys() | starting.keys() | due.keys() | exchanges):
+            self._compute(begin, position)
+            begin = position + (position in exchanges)
+            waited = due.get(position, [])
+            # A schedule waits for completed reductions before it starts anything, as `place` does.
+            self._wait_for_all([s for s in waited if s in self.running and self.running[s] <= self.now_us])
+            for start in starting.get(position, ()):
+                self._issue(start)
+            for index in ready.get(position, ()):
+                self.running[index, 0] = self._queue(self.problem.reductions[index].stages_us[0])
+            while left := [stage for stage in waited if stage in self.running]:
+                self._wait_for_all([min(left, key=self.running.__getitem__)])
+            self.now_us = max([self.now_us, *(self.gathered_us[index] for index in needed.get(position, ()))])
+            if position in exchanges:
+                self.now_us = self._queue(steps_us[position])
+        self._compute(begin, len(steps_us))
+        return max(self.now_us, self.link_free_us, self.out_free_us)
+
+    def _compute(self, begin: int, end: int) -> None:
+        for step_us in self.problem.steps_us[begin:end]:
+            self.now_us += step_us  # step by step, as `place` adds them up: `sum` rounds otherwise in newer Pythons
+
+    def _issue(self, start: Start) -> None:
+        gather = self.problem.gathers[start.gather]
+        if start.what is What.COPY:
+            self.in_free_us = max(self.now_us, self.in_free_us) + gather.copy_us
+            self.copied_us[start.gather] = self.in_free_us
+        else:
+            self.now_us = max(self.now_us, self.copied_us.get(start.gather, 0.0))
+            self.gathered_us[start.gather] = self._queue(gather.time_us)
+
+    def _queue(self, time_us: float) -> float:
+        self.link_free_us = max(self.now_us, self.link_free_us) + time_us
+        return self.link_free_us
+
+    def _wait_for_all(self, stages: Sequence[Stage]) -> None:
+        for index, number in sorted(stages, key=self.running.__getitem__):
+            self.now_us = max(self.now_us, self.running.pop((index, number)))
+            reduction = self.problem.reductions[index]
+            if number + 1 < len(reduction.stages_us):
+                self.running[index, number + 1] = self._queue(reduction.stages_us[number + 1])
+            elif reduction.copy_us:
+                self.out_free_us = max(self.now_us, self.out_free_us) + reduction.copy_us
+
+
+def _by_place(placed: Iterable[tuple[int, T]]) -> dict[int, list[T]]:
+    found: dict[int, list[T]] = {}
+    for place, what in placed:
+        found.setdefault(place, []).append(what)
+    return found

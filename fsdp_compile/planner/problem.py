@@ -8,13 +8,12 @@ between host and device share a bus, one queue in each direction.
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import enum
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final, TypeVar
 
 _BESIDE: Final = 4096
@@ -158,12 +157,6 @@ class Problem:
         """Time of all steps, exchanges among them."""
         return self.reached_us[-1]
 
-    @property
-    def link_us(self) -> float:
-        """Time of all collectives."""
-        exchanges_us = sum(self.steps_us[step] for step in self.exchanges)
-        return exchanges_us + sum(g.time_us for g in self.gathers) + sum(sum(r.stages_us) for r in self.reductions)
-
     def slower(self, times: float) -> Problem:
         """The same graph on a link that takes so many times as long."""
         gathers = tuple(dataclasses.replace(g, time_us=times * g.time_us) for g in self.gathers)
@@ -215,26 +208,6 @@ class Problem:
             change[end] -= size_bytes
         return list(itertools.accumulate(change[:-1]))
 
-    @property
-    def bound_us(self) -> float:
-        """A time that no plan of this problem can beat."""
-        # Nothing is computed before all gathers that it needs are done, one after the other.
-        late_us = _latest_so_far(
-            (gather.need, gathered_us - self.reached_us[gather.need])
-            for gather, gathered_us in zip(
-                self.gathers, itertools.accumulate(gather.time_us for gather in self.gathers), strict=True
-            )
-        )
-        ends_us = [self.compute_us + late_us(len(self.steps_us))]
-        left_us = 0.0
-        # All reductions that become ready from some moment on come after it, one after the other.
-        for reduction in reversed(self.reductions):
-            left_us += sum(reduction.stages_us)
-            ends_us.append(self.reached_us[reduction.ready] + late_us(reduction.ready) + left_us)
-        # And each lane has to do all its work.
-        bus_us = max(sum(g.copy_us for g in self.gathers), sum(r.copy_us for r in self.reductions))
-        return max(*ends_us, self.link_us, bus_us)
-
 
 def _by_unit(parts: Iterable[T]) -> list[list[T]]:
     """Buckets that are parts of one unit, together."""
@@ -246,13 +219,3 @@ def _by_unit(parts: Iterable[T]) -> list[list[T]]:
 
 def _bytes(unit: Iterable[Gather | Reduction]) -> int:
     return sum(part.size_bytes for part in unit)
-
-
-def _latest_so_far(delays: Iterable[tuple[int, float]]) -> Callable[[int], float]:
-    """The largest delay up to a position, at least 0; `delays` are in the order of their positions."""
-    positions: list[int] = []
-    largest: list[float] = [0.0]
-    for position, delay_us in delays:
-        positions.append(position)
-        largest.append(max(largest[-1], delay_us))
-    return lambda position: largest[bisect.bisect_right(positions, position)]

@@ -3,25 +3,38 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils._pytree import tree_leaves
 
 from fsdp_compile._torch.fully_shard import states_below
 from fsdp_compile.config.choices import check_world_size
-from fsdp_compile.cost.hardware import Hardware
+from fsdp_compile.config.policy import AnyPrecisionPolicy, as_mixed_precision
+from fsdp_compile.cost.hardware import DEVICES, LINKS, Hardware
 from fsdp_compile.cost.hardware import hardware as named_hardware
-from fsdp_compile.errors import ConfigError
+from fsdp_compile.errors import BudgetTooSmallError, ConfigError
+from fsdp_compile.explain.api import explain
 from fsdp_compile.explain.stand_in import planning_world
+from fsdp_compile.explain.tables import Table, as_text, page, size, time, to_plain
 from fsdp_compile.fsdp2.module_class import user_class
 from fsdp_compile.options import FSDPOptions
-from fsdp_compile.search.choice import OPTIMIZERS, Allowed, Ask, Configuration
-from fsdp_compile.search.fit import GIVEN, Advice, Fit
-from fsdp_compile.search.search import Found, Program, Search, samples_of
+from fsdp_compile.search.choice import OPTIMIZERS, Allowed, Ask, Choice, Configuration, Form, Offload, Part
+from fsdp_compile.search.search import TOLERANCE, Found, Program, Search, samples_of
 
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from fsdp_compile.explain.plan import Plan
+
+GIVEN: Final = ("lower", "prefetch", "bucket_mb", "embedding", "reduce_layout", "activations")
+"""Options that a caller may give, with values that are plain."""
 RESERVE_SHARE: Final = 0.08
 """Assumed share of a device's memory that no estimate sees: its context, buffers of its libraries, gaps."""
 _MORE: Final = (2, 4, 8, 16, 32, 64)
@@ -79,8 +92,14 @@ def plan(  # noqa: PLR0913
     share = 0.0 if _is_cpu(there) else RESERVE_SHARE
     reserve_bytes = memory_bytes * share if reserve_gb is None else _positive("reserve_gb", reserve_gb, 0.0) * 1e9
     allowed = _allowed(allow, there)
-    state, looks_up = _known(optimizer), checked.embedding == "sharded"
-    ask = Ask(gpus, there, memory_bytes, reserve_bytes, tokens_per_step, tokens, state, allowed, looks_up)
+    if optimizer not in OPTIMIZERS:
+        raise ConfigError(
+            f"the state of optimizer {optimizer!r} is not known",
+            where="plan(optimizer=...)",
+            instead=f"one of {', '.join(OPTIMIZERS)}",
+        )
+    looks_up = checked.embedding == "sharded"
+    ask = Ask(gpus, there, memory_bytes, reserve_bytes, tokens_per_step, tokens, optimizer, allowed, looks_up)
     if not isinstance(model, nn.Module) or states_below(model):
         raise ConfigError(
             "the model is sharded already" if isinstance(model, nn.Module) else f"{type(model).__name__} is no module",
@@ -104,7 +123,10 @@ def _advice(search: Search, found: Found) -> Iterator[Advice]:
             change = "keep shards and optimizer state in host memory"
             yield _of(change, {"allow": [name.value for name in allowed.allow]}, made, allowed)
     least_bytes = found.smallest.peak_bytes
-    for more in (_more(ask, times) for times in _MORE):
+    for times in _MORE:
+        # More tokens, too, if those of a step do not divide over the devices.
+        tokens = ask.tokens_per_step * (1 if ask.samples % times == 0 else times)
+        more = dataclasses.replace(ask, gpus=ask.gpus * times, tokens_per_step=tokens)
         made = _least(search, more)
         if made.peak_bytes <= ask.memory_bytes:
             change = f"{more.gpus} GPUs in place of {ask.gpus}, {more.tokens_per_step} tokens per step"
@@ -115,12 +137,6 @@ def _advice(search: Search, found: Found) -> Iterator[Advice]:
     memory_gb = -(-found.smallest.peak_bytes // 1e6) / 1e3
     reserved = {"reserve_gb": ask.reserve_bytes / 1e9}
     yield _of(f"GPUs with {memory_gb:g} GB each", {"memory_gb": memory_gb, **reserved}, found.smallest, ask)
-
-
-def _more(ask: Ask, times: int) -> Ask:
-    """The same for so many times as many devices, and for more tokens if those of a step do not divide over them."""
-    tokens = ask.tokens_per_step * (1 if ask.samples % times == 0 else times)
-    return dataclasses.replace(ask, gpus=ask.gpus * times, tokens_per_step=tokens)
 
 
 def _of(change: str, arguments: Mapping[str, Any], made: Configuration, ask: Ask) -> Advice:
@@ -175,16 +191,6 @@ def _positive(name: str, given: float | None, default: float) -> float:
     return default if given is None else given
 
 
-def _known(optimizer: str) -> str:
-    if optimizer not in OPTIMIZERS:
-        raise ConfigError(
-            f"the state of optimizer {optimizer!r} is not known",
-            where="plan(optimizer=...)",
-            instead=f"one of {', '.join(OPTIMIZERS)}",
-        )
-    return optimizer
-
-
 def _allowed(names: Collection[str], hardware: Hardware) -> tuple[Allowed, ...]:
     known = [name.value for name in Allowed]
     if Allowed.CPU_OFFLOAD in names and _is_cpu(hardware):
@@ -197,3 +203,250 @@ def _allowed(names: Collection[str], hardware: Hardware) -> tuple[Allowed, ...]:
         if name not in known:
             raise ConfigError(f"{name!r} cannot be allowed", where="plan(allow=...)", instead=" or ".join(known))
     return tuple(map(Allowed, dict.fromkeys(names)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Advice:
+    """A change with which a model fits.
+
+    Attributes:
+        change: In words.
+        arguments: Of `plan`, to be changed.
+        result: The configuration that takes the least memory then.
+        gpu_s_per_token: What it costs: seconds of all devices for one token.
+    """
+
+    change: str
+    arguments: Mapping[str, Any]
+    result: Configuration
+    gpu_s_per_token: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """Whether a model fits, the fastest configurations, and what to write; `print` it, or read it as data.
+
+    Attributes:
+        title: Class of the model.
+        ask: What was asked for.
+        found: The configurations that keep the memory, the fastest first, and the smallest of all.
+        advice: If none keeps it, what would make the model fit, the cheapest first.
+        program: The model and its inputs.
+    """
+
+    title: str
+    ask: Ask
+    found: Found
+    advice: tuple[Advice, ...]
+    program: Program = dataclasses.field(repr=False)
+
+    @property
+    def best(self) -> tuple[Configuration, ...]:
+        """The fastest configurations that keep the memory; none if the model does not fit."""
+        return self.found.best
+
+    @property
+    def fits(self) -> bool:
+        """Whether some configuration keeps the memory."""
+        return bool(self.best)
+
+    @property
+    def verdict(self) -> str:
+        """One line."""
+        memory = self.ask.memory_bytes
+        if self.fits:
+            return f"fits: {self.best[0].peak_bytes / 1e9:.3g} of {memory / 1e9:.3g} GB per GPU"
+        short = size(self.found.smallest.peak_bytes - memory)
+        return f"does not fit: short by {short} per GPU; what would make it fit, in order of cost:"
+
+    @property
+    def code(self) -> str:
+        """What to write for the first configuration; empty if none fits."""
+        return _code(self.best[0], self.ask, self.program) if self.fits else ""
+
+    def explain(self) -> Plan:
+        """The plan of the first configuration, or of the smallest if none fits, as `explain` makes it of all blocks."""
+        return _explained(self.best[0] if self.fits else self.found.smallest, self.ask, self.program)
+
+    def save_html(self, path: str | Path) -> Path:
+        """Writes the page of `explain` for the first configuration, and returns its path."""
+        target = Path(path)
+        target.write_text(page(self.explain(), "\n".join(self._answer())), encoding="utf-8")
+        return target
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain data, ready for JSON; units are in the names of the fields."""
+        ask = {
+            "gpus": self.ask.gpus,
+            "device": self.ask.hardware.device.name,
+            "links": self.ask.hardware.links,
+            "links_measured": self.ask.hardware.cluster is not None,
+            "memory_bytes": self.ask.memory_bytes,
+            "reserve_bytes": self.ask.reserve_bytes,
+            "tokens_per_step": self.ask.tokens_per_step,
+            "optimizer": self.ask.optimizer,
+            "allow": [name.value for name in self.ask.allow],
+        }
+        advice = [
+            {
+                "change": each.change,
+                "arguments": to_plain(each.arguments),
+                "gpu_s_per_token": each.gpu_s_per_token,
+                **each.result.to_dict(),
+            }
+            for each in self.advice
+        ]
+        return {
+            "title": self.title,
+            "verdict": self.verdict,
+            "fits": self.fits,
+            "asked": ask,
+            "best": [each.to_dict() for each in self.best],
+            "smallest": self.found.smallest.to_dict(),
+            "advice": advice,
+            "priced": self.found.priced,
+            "code": self.code,
+        }
+
+    def __str__(self) -> str:
+        # The code is not wrapped.
+        return as_text(self._parts(), width=110) + f"\nTo write, for the first:\n\n{self.code}" * self.fits
+
+    def _answer(self) -> Iterator[str]:
+        """The verdict, and what would make the model fit."""
+        yield self.verdict
+        for number, advice in enumerate(self.advice, 1):
+            cost = f"{advice.gpu_s_per_token * 1e6:.3g} GPU seconds per million tokens"
+            yield f"  {number}. {advice.change}: {size(advice.result.peak_bytes)} per GPU, {cost}"
+
+    def _parts(self) -> Iterator[RenderableType]:
+        yield from self._answer()
+        yield ""
+        shown = self.best or (self.found.smallest,)
+        yield _speed(shown, "the fastest" if self.fits else "the least memory").text()
+        yield _memory(shown).text()
+        yield from self._sources()
+
+    def _sources(self) -> Iterator[str]:
+        ask, cluster = self.ask, self.ask.hardware.cluster
+        links = f"{ask.hardware.links}, {'not measured' if cluster is None else f'measured in {cluster.file}'}"
+        yield f"All times and sizes are estimates; nothing was run. Device {ask.hardware.device.name}; links: {links}."
+        if self.found.stack is not None:
+            yield f"The {self.found.stack.blocks} blocks of {self.found.stack.name} are alike; few of them were traced."
+        if self.fits:
+            share = f"{100 * TOLERANCE:.0f} %"
+            yield f"{self.found.priced} configurations were priced; no other one is faster by more than {share}."
+
+
+def _speed(shown: tuple[Configuration, ...], title: str) -> Table:
+    columns = (
+        "", "shard x replica", "reshard", "batch x steps", "recompute", "graphs", "step ", "tokens/s ", "MFU ",
+    )  # fmt: skip
+    rows = []
+    for number, c in enumerate(shown, 1):
+        choice = c.choice
+        rows.append((
+            str(number),
+            f"{choice.shards} x {choice.replicas}",
+            ", ".join((
+                str(choice.reshard_after_forward),
+                *(["offload"] if choice.offload is Offload.CPU else []),
+                *([choice.gather_format] if choice.gather_format else []),
+            )),
+            f"{choice.micro_batch} x {choice.accumulation}",
+            f"{c.recomputed} of {c.blocks}" if c.recomputed else "no",
+            choice.form.value,
+            time(c.step_us),
+            f"{c.tokens_per_s:,.0f}",
+            f"{100 * c.mfu:.1f} %",
+        ))  # fmt: skip
+    return Table(title, columns, rows)
+
+
+def _memory(shown: tuple[Configuration, ...]) -> Table:
+    columns = ("", "peak ", *(f"{part.value} " for part in Part))
+    rows = [(str(n), size(c.peak_bytes), *(size(c.memory[part]) for part in Part)) for n, c in enumerate(shown, 1)]
+    return Table("memory of a GPU at its peak", columns, rows)
+
+
+def _code(first: Configuration, ask: Ask, program: Program) -> str:
+    """The calls that make a configuration, ready to paste."""
+    choice, device = first.choice, ask.hardware.device
+    cluster = ask.hardware.cluster
+    kind = cluster.device_type if cluster is not None else "cpu" if device.name == "cpu" else "cuda"
+    policy = _policy(choice, program)
+    imports = {"torch.distributed.device_mesh": ["init_device_mesh"], "fsdp_compile": ["fully_shard"]}
+    shape, names = choice.mesh
+    arguments = ["mesh=mesh", f"reshard_after_forward={choice.reshard_after_forward!r}"]
+    if policy is not None:
+        kind_of = type(policy)
+        home = "fsdp_compile" if kind_of.__module__.startswith("fsdp_compile") else "torch.distributed.fsdp"
+        imports.setdefault(home, []).append(kind_of.__name__)
+        values = {each.name: getattr(policy, each.name) for each in dataclasses.fields(policy)}
+        changed = {name: value for name, value in values.items() if value != getattr(kind_of(), name)}
+        kept = ", ".join(f"{name}={value!r}" for name, value in changed.items())
+        arguments.append(f"mp_policy={kind_of.__name__}({kept})")
+    if choice.offload is Offload.CPU:
+        imports.setdefault("torch.distributed.fsdp", []).append("CPUOffloadPolicy")
+        arguments.append("offload_policy=CPUOffloadPolicy()")
+    given = {name: getattr(program.options, name) for name in GIVEN}
+    options = {name: repr(value) for name, value in given.items() if value != getattr(FSDPOptions, name)}
+    options["regions"] = repr(choice.form.value)
+    if first.budget_gb is not None:
+        options["memory_budget_gb"] = repr(first.budget_gb)
+    if choice.form is Form.WHOLE and program.options.prefetch == "auto":
+        named = _named(ask.hardware)
+        options["hardware"] = named
+        if named.startswith("hardware("):
+            imports["fsdp_compile.cost.hardware"] = ["hardware"]
+    said = ", ".join(f'"{name}": {value}' for name, value in options.items())
+    lines = ["import torch", *(f"from {name} import {', '.join(what)}" for name, what in sorted(imports.items()))]
+    lines += [
+        "",
+        f"mesh = init_device_mesh({kind!r}, {shape}, mesh_dim_names={names})",
+        f"fully_shard(model, {', '.join(arguments)})",
+        f'compiled = torch.compile(model, backend="fsdp", options={{{said}}})',
+        f"optimizer = {OPTIMIZERS[ask.optimizer].call}",
+        f"# a step: {choice.accumulation} times forward and backward of {choice.micro_batch} samples on each rank",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _policy(choice: Choice, program: Program) -> AnyPrecisionPolicy:
+    """The dtypes, with that of the gathers."""
+    policy = program.options.mp_policy
+    return dataclasses.replace(as_mixed_precision(policy), gather_dtype=torch.int8) if choice.gather_format else policy
+
+
+def _named(there: Hardware) -> str:
+    """An expression for hardware: the file of a calibration, names, or else the variable that the caller has."""
+    if there.cluster is not None:
+        return repr(there.cluster.file)
+    device, ranks = there.device.name, there.ranks_per_host
+    for link in (there.link.name, there.link.rate.value / 1e9):
+        is_known = device in DEVICES and (link in LINKS or isinstance(link, float))
+        if is_known and named_hardware(device, link, ranks_per_host=ranks) == there:
+            return f"hardware({device!r}, {link!r}, ranks_per_host={ranks})"
+    return "hardware"
+
+
+def _explained(first: Configuration, ask: Ask, program: Program) -> Plan:
+    choice = first.choice
+    args, kwargs = program.with_batch(choice.micro_batch)
+    with planning_world(ask.gpus):
+        shape, names = choice.mesh
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        chosen = dataclasses.replace(
+            program.options,
+            mesh=mesh,
+            reshard_after_forward=choice.reshard_after_forward,
+            mp_policy=_policy(choice, program),
+            offload_policy=CPUOffloadPolicy() if choice.offload is Offload.CPU else None,
+            memory_budget_gb=first.budget_gb,
+            regions=choice.form.value,
+        )
+        try:
+            return explain(program.model, *args, options=chosen, hardware=ask.hardware, **kwargs)
+        except BudgetTooSmallError as error:  # all blocks may take more than the estimate by few of them
+            enough = dataclasses.replace(chosen, memory_budget_gb=math.ceil(error.least_bytes / 1e3) / 1e6)
+            return explain(program.model, *args, options=enough, hardware=ask.hardware, **kwargs)

@@ -128,6 +128,13 @@ class Choice:
         return Sharding(self.shards, self.replicas, self.reshard, compute, self.post_forward, self.gather_format)
 
     @property
+    def mesh(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """Shape of the device mesh, and names of its dimensions."""
+        if self.replicas > 1:
+            return (self.replicas, self.shards), ("replicate", "shard")
+        return (self.shards,), ("shard",)
+
+    @property
     def reshard_after_forward(self) -> Any:
         """Value of the argument of `fully_shard`."""
         return self.post_forward if self.post_forward > 1 else RESHARDS[self.reshard]
@@ -232,11 +239,15 @@ class Ask:
 
     def least(self) -> list[Choice]:
         """Choices of which one takes the least memory: of each form, with one micro-batch and with the smallest."""
+
+        def needs(choice: Choice) -> tuple[bool, int, int]:
+            return choice.offload is Offload.NOTHING, -choice.shards, choice.micro_batch
+
         found = []
         for form in Form:
             every = [c for c in self.choices() if c.form is form and RESHARDS[c.reshard] is True and not c.kept_share]
             one = [choice for choice in every if choice.accumulation == 1]  # it holds no gradients of earlier ones
-            found += [min(of, key=_needs) for of in (every, one)]
+            found += [min(of, key=needs) for of in (every, one)]
         return list(dict.fromkeys(found))
 
     def choices(self) -> Iterator[Choice]:
@@ -247,7 +258,11 @@ class Ask:
         formats = ("", GATHERED_IN.name) if Allowed.INT8_GATHERS in self.allow else ("",)
         kinds = [*itertools.product(_divisors(self.samples), Form, offloads, formats)]
         for ranks in [n for n in shards if n > 1] or [1]:
-            for (reshard, part), kind in itertools.product(self._kept(ranks), kinds):
+            reshards = [(reshard, 1) for reshard in (RESHARDS if ranks > 1 else (Reshard.AFTER_FORWARD,))]
+            # Gathered parameters may be kept for backward by some ranks of a host together.
+            parts = [n for n in _divisors(local) if 1 < n < ranks and ranks % n == 0]
+            reshards += [(Reshard.AFTER_FORWARD, n) for n in parts]
+            for (reshard, part), kind in itertools.product(reshards, kinds):
                 micro_batch, form, offload, sent = kind
                 counts = (micro_batch, self.samples // micro_batch)
                 choice = Choice(ranks, self.gpus // ranks, reshard, *counts, form, offload, part, sent)
@@ -265,17 +280,6 @@ class Ask:
         # Graphs of blocks choose by themselves in a step, as no plan of one graph does; and what is in no block is
         # gathered by FSDP2, which knows no formats.
         return choice.form is Form.WHOLE or not (choice.reshard is Reshard.AUTO or choice.gather_format)
-
-    def _kept(self, ranks: int) -> Iterator[tuple[Reshard, int]]:
-        """When gathered parameters are freed, and over how many ranks of a host they are kept for backward."""
-        yield from ((reshard, 1) for reshard in (RESHARDS if ranks > 1 else (Reshard.AFTER_FORWARD,)))
-        parts = [n for n in _divisors(self.hardware.local_size) if n > 1]
-        yield from ((Reshard.AFTER_FORWARD, n) for n in parts if n < ranks and ranks % n == 0)
-
-
-def _needs(choice: Choice) -> tuple[bool, int, int]:
-    """Orders choices that differ in shards, micro-batch and offload by their memory."""
-    return choice.offload is Offload.NOTHING, -choice.shards, choice.micro_batch
 
 
 def _divisors(number: int) -> list[int]:

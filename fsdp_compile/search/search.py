@@ -13,8 +13,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from fsdp_compile.cost.devices import DEVICES
-from fsdp_compile.cost.links import share_of_others
+from fsdp_compile.cost.hardware import DEVICES, share_of_others
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.explain.api import as_blocks, traced_model
 from fsdp_compile.explain.open_batch import hollow_inputs
@@ -24,8 +23,17 @@ from fsdp_compile.layout.hosts import GroupRanks
 from fsdp_compile.layout.spec import Reshard
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.search.choice import GATHERED_IN, PART_OF, Ask, Choice, Configuration, Form, Offload, Part
-from fsdp_compile.search.depth import DEPTHS, Stack, shortened, stack_of
-from fsdp_compile.search.price import Between, Price, Sent, computing_us, price, sent_bytes, stored_bytes
+from fsdp_compile.search.price import (
+    DEPTHS,
+    FullBytes,
+    Price,
+    Stack,
+    computing_us,
+    full_bytes,
+    price,
+    shortened,
+    stack_of,
+)
 
 SHOWN: Final = 5
 """Configurations that are shown."""
@@ -140,7 +148,10 @@ class Search:
         memory = {**dict.fromkeys(Part, 0.0), **beside}
         for holder, size in spent.at_peak.items():
             memory[PART_OF[holder]] += size
-        step_us = choice.accumulation * spent.time_us + self._update_us(choice, spent)
+        # The optimizer reads parameter, gradient and state, and writes parameter and state.
+        updating = self.ask.hardware.device if choice.offload is Offload.NOTHING else DEVICES["cpu"]
+        update_us = (3 + 2 * self.ask.states) * spent.trained_bytes * 1e6 / updating.bytes_per_s
+        step_us = choice.accumulation * spent.time_us + update_us
         flops = choice.accumulation * saved.flops
         peak = self.ask.hardware.device.matmul_peak(self._dtype).value
         return Configuration(
@@ -177,12 +188,6 @@ class Search:
             held[Part.GRADIENTS] = spent.trained_bytes if choice.accumulation > 1 else 0.0
         return held
 
-    def _update_us(self, choice: Choice, spent: Price) -> float:
-        """Time of the optimizer: it reads parameter, gradient and state, and writes parameter and state."""
-        device = self.ask.hardware.device if choice.offload is Offload.NOTHING else DEVICES["cpu"]
-        moved = (3 + 2 * self.ask.states) * spent.trained_bytes
-        return moved * 1e6 / device.bytes_per_s
-
     def _share_again(self, choice: Choice) -> float:
         """The share of blocks that a micro-batch computes again where each rank holds the least parameters."""
         if choice.form is Form.BLOCKS:
@@ -196,21 +201,20 @@ class Search:
 
     def _held_at_least(self, choice: Choice) -> float:
         """Bytes that no schedule of a choice goes below: shards, gradients, optimizer state, and all that is kept."""
-        params, trained = self._stored
-        shards = (params + (1 + self.ask.states) * trained) / choice.shards
-        kept = self._sent.again * choice.kept_share
+        shards = (self._full.stored + (1 + self.ask.states) * self._full.trained) / choice.shards
+        kept = self._full.again * choice.kept_share
         return self.ask.reserve_bytes + kept + (shards if choice.offload is Offload.NOTHING else 0.0)
 
     def _at_best(self, choice: Choice, again: float) -> tuple[float, float]:
         """A time that a choice cannot beat if it computes a share of the blocks again, and that of its messages."""
-        sent, there = self._sent, self.ask.hardware
+        full, there = self._full, self.ask.hardware
         share = min(1.0, GATHERED_IN.element_bytes / self._dtype.itemsize) if choice.gather_format else 1.0
         # Backward gathers over the ranks that keep the parts, in the dtype of computing.
         twice = choice.reshard is Reshard.AFTER_FORWARD and choice.post_forward == 1
         messages = (
-            (GroupRanks(choice.shards), share * (sent.gathered + twice * sent.again) + sent.reduced),
-            (GroupRanks(choice.post_forward), sent.again),
-            (GroupRanks(choice.replicas, choice.shards), 2 * sent.reduced / choice.shards),
+            (GroupRanks(choice.shards), share * (full.gathered + twice * full.again) + full.reduced),
+            (GroupRanks(choice.post_forward), full.again),
+            (GroupRanks(choice.replicas, choice.shards), 2 * full.reduced / choice.shards),
         )
         times: dict[str, float] = {}
         for group, size in messages:
@@ -225,24 +229,14 @@ class Search:
         return choice.accumulation * max(computing_us, sent_us), sent_us
 
     @functools.cached_property
-    def _sent(self) -> Sent:
-        made = [sent_bytes(self._traced(depth, 0)) for depth in self.depths]
-        return made[0] if self.stack is None else Sent(*map(self._between.grow, *map(dataclasses.astuple, made)))
-
-    @functools.cached_property
-    def _stored(self) -> tuple[float, float]:
-        made = [stored_bytes(self._traced(depth, 0).units) for depth in self.depths]
-        return made[0] if self.stack is None else tuple(map(self._between.grow, *made))  # type: ignore[return-value]
+    def _full(self) -> FullBytes:
+        made = [full_bytes(self._traced(depth, 0)) for depth in self.depths]
+        return made[0] if self.stack is None else FullBytes(*map(self.stack.grow, *map(dataclasses.astuple, made)))
 
     def _compute(self, micro_batch: int, recomputed: int) -> float:
         there, batch = self.ask.hardware, self._batch(micro_batch)
         made = [computing_us(self._traced(depth, recomputed), batch, there) for depth in self.depths]
-        return made[0] if self.stack is None else self._between.grow(*made)
-
-    @property
-    def _between(self) -> Between:
-        assert self.stack is not None
-        return Between(*DEPTHS, self.stack.blocks)
+        return made[0] if self.stack is None else self.stack.grow(*made)
 
     def _trace(self, depth: int | None, recomputed: int) -> Traced:
         """Graphs of the model with so many blocks; the size of a batch is open if the search has several of them."""
@@ -258,14 +252,13 @@ class Search:
         return micro_batch if self._is_open else None
 
     def _price(self, choice: Choice, recomputed: int) -> Price:
-        few, *more = (self._price_at(depth, choice, recomputed) for depth in self.depths)
-        return self._between.price(few, *more, kept_share=choice.kept_share) if more else few
-
-    def _price_at(self, depth: int | None, choice: Choice, recomputed: int) -> Price:
-        traced = self._traced(depth, recomputed)
-        options = as_blocks(traced.options) if choice.form is Form.BLOCKS else traced.options
-        stack = None if self.stack is None or depth is None else (self.stack, depth)
-        return price(traced, choice.sharding, self._batch(choice.micro_batch), self.ask.hardware, options, stack)
+        batch, there, made = self._batch(choice.micro_batch), self.ask.hardware, []
+        for depth in self.depths:
+            traced = self._traced(depth, recomputed)
+            options = as_blocks(traced.options) if choice.form is Form.BLOCKS else traced.options
+            stack = None if self.stack is None or depth is None else (self.stack, depth)
+            made.append(price(traced, choice.sharding, batch, there, options, stack))
+        return made[0] if self.stack is None else self.stack.price(*made, kept_share=choice.kept_share)
 
 
 def _mixed(saved: Price, again: Price, share: float) -> Price:

@@ -9,30 +9,24 @@ from operator import getitem
 
 import pytest
 import torch
+from torch import fx
 
-from fsdp_compile.cost.compute import multiplied_dtype, node_costs, roofline_us
+from fsdp_compile.cost.compute import NodeCost, multiplied_dtype, node_costs
 from fsdp_compile.cost.fusion import Fusion, plan_kernels
 from fsdp_compile.cost.hardware import DEVICES, LINKS, hardware, make_link
-from fsdp_compile.cost.timeline import Compute, Event, Start, Wait, simulate
+from fsdp_compile.cost.timeline import Compute, Event, Start, Times, Wait, simulate
 from fsdp_compile.errors import ConfigError
+from fsdp_compile.ir.graph import StepGraph
 from tests.cost.graphs import Sketch
 
 
-def test_a_gather_that_fits_behind_compute_is_hidden() -> None:
-    timeline = simulate([Start("g", "link", 5.0), Compute("a", 8.0), Wait("w", "g"), Compute("b", 2.0)])
-    transfer = timeline.transfers["g"]
-    assert (transfer.begin_us, transfer.end_us, transfer.waited_us) == (0.0, 5.0, 8.0)
-    assert transfer.exposed_us == 0.0
-    assert transfer.computed_us == 8.0
-    assert timeline.end_us == 10.0
-
-
-def test_what_compute_does_not_cover_is_exposed() -> None:
-    timeline = simulate([Compute("a", 1.0), Start("g", "link", 5.0), Compute("b", 2.0), Wait("w", "g")])
-    assert timeline.transfers["g"].exposed_us == 3.0
-    assert timeline.exposed_us == 3.0
-    assert timeline.compute_us == 3.0
-    assert timeline.end_us == 6.0
+def test_a_gather_is_hidden_behind_compute_and_exposed_where_that_does_not_cover_it() -> None:
+    hidden = simulate([Start("g", "link", 5.0), Compute("a", 8.0), Wait("w", "g"), Compute("b", 2.0)])
+    assert hidden.transfers["g"] == Times(0.0, 0.0, 5.0, waited_us=8.0, exposed_us=0.0, computed_us=8.0)
+    assert hidden.end_us == 10.0
+    exposed = simulate([Compute("a", 1.0), Start("g", "link", 5.0), Compute("b", 2.0), Wait("w", "g")])
+    assert exposed.transfers["g"] == Times(1.0, 1.0, 6.0, waited_us=3.0, exposed_us=3.0, computed_us=2.0)
+    assert (exposed.exposed_us, exposed.compute_us, exposed.end_us) == (3.0, 3.0, 6.0)
 
 
 def test_collectives_of_one_lane_queue_and_those_of_two_do_not() -> None:
@@ -78,15 +72,6 @@ def test_a_second_wait_for_the_same_collective_costs_nothing() -> None:
     assert timeline.reached_us["w2"] == 6.0
 
 
-def test_a_step_is_compute_plus_exposed_when_everything_is_waited_for() -> None:
-    events: list[Event] = []
-    for layer in range(5):
-        events += [Start(("g", layer), "link", 3.0), Compute(("c", layer), 2.0), Wait(("w", layer), ("g", layer))]
-    timeline = simulate(events)
-    assert timeline.end_us == pytest.approx(timeline.compute_us + timeline.exposed_us)
-    assert timeline.busy_us == {"link": 15.0}
-
-
 def test_a_collective_that_nobody_waits_for_still_ends_the_schedule() -> None:
     timeline = simulate([Start("r", "link", 9.0), Compute("a", 1.0)])
     assert timeline.transfers["r"].waited_us is None
@@ -98,13 +83,17 @@ HARDWARE = hardware("h100-sxm")
 DEVICE = HARDWARE.device
 
 
+def costs_of(step: StepGraph, fusion: Fusion = Fusion.NONE) -> dict[fx.Node, NodeCost]:
+    return node_costs(step.graph, HARDWARE, plan_kernels(step.graph, fusion))
+
+
 def test_a_matmul_costs_two_flops_per_product_at_the_rate_of_its_dtype() -> None:
     for dtype, tflops in ((torch.bfloat16, 989.4), (torch.float32, 66.9)):
         s = Sketch()
         x = s.input("x", 4096, 8192, dtype=dtype)
         w = s.input("w", 8192, 1024, dtype=dtype)
         y = s.call(aten.mm.default, x, w)
-        cost = node_costs(s.done(y).graph, HARDWARE, plan_kernels(s.graph, Fusion.NONE))[y]
+        cost = costs_of(s.done(y))[y]
         assert cost.flops == 2 * 4096 * 8192 * 1024
         assert cost.size_bytes == (4096 * 8192 + 8192 * 1024 + 4096 * 1024) * dtype.itemsize
         assert cost.time_us == pytest.approx(cost.flops / (tflops * 0.7 * 1e6))
@@ -114,7 +103,7 @@ def test_a_pointwise_operator_is_bound_by_memory() -> None:
     s = Sketch()
     x = s.input("x", 1024, 1024)
     y = s.call(aten.add.Tensor, x, x)
-    cost = node_costs(s.done(y).graph, HARDWARE, plan_kernels(s.graph, Fusion.NONE))[y]
+    cost = costs_of(s.done(y))[y]
     assert cost.size_bytes == 2 * 4 * 1024 * 1024  # read once, written once
     assert cost.time_us == pytest.approx(cost.size_bytes / (3.35e12 * 0.9) * 1e6)
 
@@ -127,9 +116,9 @@ def test_a_fused_kernel_reads_its_input_once_and_writes_what_leaves_it() -> None
     c = s.call(aten.mm.default, b, x)
     piece = 4 * 1024 * 1024
     step = s.done(c)
-    alone = node_costs(step.graph, HARDWARE, plan_kernels(step.graph, Fusion.NONE))
+    alone = costs_of(step)
     assert [alone[n].size_bytes for n in (a, b)] == [2 * piece, 3 * piece]
-    fused = node_costs(step.graph, HARDWARE, plan_kernels(step.graph, Fusion.KERNELS))
+    fused = costs_of(step, Fusion.KERNELS)
     assert [fused[n].size_bytes for n in (a, b)] == [piece, piece]
 
 
@@ -139,7 +128,7 @@ def test_views_are_free_and_lookups_read_only_their_rows() -> None:
     rows = s.input("rows", 10, dtype=torch.int64)
     found = s.call(aten.embedding.default, table, rows)
     turned = s.call(aten.t.default, found)
-    costs = node_costs(s.done(turned).graph, HARDWARE, plan_kernels(s.graph, Fusion.NONE))
+    costs = costs_of(s.done(turned))
     assert costs[turned].time_us == 0.0
     assert costs[found].size_bytes == 2 * 10 * 64 * 4 + 10 * 8
 
@@ -151,7 +140,7 @@ def test_a_causal_kernel_does_half_the_attention() -> None:
         q, k, v = (s.input(name, 1, 8, 512, 64) for name in "qkv")
         op = aten._scaled_dot_product_flash_attention_for_cpu.default
         both = s.call(op, q, k, v, 0.0, causal)
-        flops.append(node_costs(s.done(both).graph, HARDWARE, plan_kernels(s.graph, Fusion.NONE))[both].flops)
+        flops.append(costs_of(s.done(both))[both].flops)
     assert flops == [2 * 2 * 8 * 512 * 512 * 64, 2 * 8 * 512 * 512 * 64]
 
 
@@ -167,7 +156,7 @@ def test_matmuls_are_of_the_dtype_of_their_factors() -> None:
     out, logarithms = (s.call(getitem, both, index) for index in range(2))
     backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
     grads = s.call(backward, out, q, k, v, out, logarithms, 0.0, causal)
-    costs = node_costs(s.done(grads).graph, hardware(), plan_kernels(s.graph, Fusion.NONE))
+    costs = costs_of(s.done(grads))
     assert multiplied_dtype(eight) is torch.float8_e4m3fn
     assert costs[eight].flops == 2 * 64**3
     assert multiplied_dtype(grads) is torch.bfloat16
@@ -176,11 +165,6 @@ def test_matmuls_are_of_the_dtype_of_their_factors() -> None:
 def test_an_unknown_dtype_takes_the_slowest_rate() -> None:
     assert DEVICE.flops_per_s(torch.int8) == DEVICE.flops_per_s(torch.float32)
     assert dataclasses.replace(DEVICE).flops_per_s(None) == DEVICE.flops_per_s(torch.float32)
-
-
-def test_a_roofline_is_the_slower_of_computing_and_moving() -> None:
-    assert roofline_us(2e9, 1e6, 1e12, 1e12) == pytest.approx(2000.0)
-    assert roofline_us(1e6, 3e9, 1e12, 1e12) == pytest.approx(3000.0)
 
 
 def test_a_collective_takes_latency_and_bytes_over_bandwidth() -> None:

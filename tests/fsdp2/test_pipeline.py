@@ -20,8 +20,7 @@ from torch.distributed.fsdp import fully_shard
 
 import fsdp_compile
 from fsdp_compile._torch.distributed import collectives
-from fsdp_compile.cost.hardware import DEVICES, Hardware
-from fsdp_compile.cost.links import Quantity, make_link
+from fsdp_compile.cost.hardware import DEVICES, Hardware, Quantity, make_link
 from fsdp_compile.fsdp2.pipeline import Tail
 from fsdp_compile.fsdp2.take_over import model_of
 from fsdp_compile.ir.graph import StepGraph

@@ -11,21 +11,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.fuzz import page
-from tests.fuzz.draw import draw
+from tests.fuzz.draw import draw, shrink
 from tests.fuzz.program import Case
-from tests.fuzz.run import Contender, run_programs
-from tests.fuzz.shrink import shrink
+from tests.fuzz.run import PER_CALL, Contender, run_programs
 from tests.fuzz.verdict import GOOD, Outcome, Verdict
 from tests.ranks import close_pool
-
-_PER_CALL = 8
 
 
 def fuzz(seeds: range, seconds: float = math.inf) -> Iterator[tuple[int, Outcome]]:
     """Cases of some seeds with their outcomes, until the time is over."""
     end_s = time.monotonic() + seconds
     while seeds and time.monotonic() < end_s:
-        now, seeds = seeds[:_PER_CALL], seeds[_PER_CALL:]
+        now, seeds = seeds[:PER_CALL], seeds[PER_CALL:]
         yield from zip(now, run_programs([draw(seed).text() for seed in now]), strict=True)
 
 
@@ -56,7 +53,8 @@ def main() -> None:
         elif arguments.program is not None:
             text = arguments.program.read_text()
             for contender in Contender:
-                print(contender, _show(next(run_programs([text], contender))), sep=": ")
+                outcome = next(run_programs([text], contender))
+                print(f"{contender}: {_said(outcome)}\n{outcome.details}")
         elif arguments.case is not None:
             case = draw(arguments.case)
             outcome = next(run_programs([case.text()]))
@@ -67,10 +65,6 @@ def main() -> None:
             _run(arguments.seed, arguments.seconds, shrinks=arguments.shrink)
     finally:
         close_pool()
-
-
-def _show(outcome: Outcome) -> str:
-    return f"{_said(outcome)}\n{outcome.details}"
 
 
 def _run(first: int, seconds: float, *, shrinks: bool) -> None:

@@ -33,8 +33,7 @@ ROWS: Final = (
     Row("an `nn.LSTM`, sharded before", LSTM, RECURRENT, shard="fully_shard(model)"),
     Row(
         "a graph break in a loop",
-        LINEAR,
-        "for _ in range(2):\n    torch._dynamo.graph_break()\n    x = self.m(x)\n" + CALL,
+        forward="for _ in range(2):\n    torch._dynamo.graph_break()\n    x = self.m(x)\n" + CALL,
     ),
     Row(
         "blocks of a plain model compiled one by one",
@@ -62,15 +61,11 @@ ROWS: Final = (
     ),
     Row(
         "the fourth model of a class, with a recompile limit of two",
-        LINEAR,
-        CALL,
         compiled="with torch._dynamo.config.patch(recompile_limit=2):\n    for _ in range(3):\n"
         "        torch.compile(Model(), **BACKEND)(torch.ones(2, 6), None)\n" + MODULE,
     ),
     Row(
         "updated by hand",
-        LINEAR,
-        CALL,
         train="for step in range(3):\n"
         "    for x, ids in side.shares(4):\n"
         "        side.backward(call(x, ids))\n"
@@ -82,14 +77,12 @@ ROWS: Final = (
     # Parameters reached in other ways.
     Row(
         "`functional_call` with other values in a forward",
-        LINEAR,
-        "values = {'weight': self.m.weight * 0.5, 'bias': self.m.bias + 1}\n"
+        forward="values = {'weight': self.m.weight * 0.5, 'bias': self.m.bias + 1}\n"
         "return self.head(torch.func.functional_call(self.m, values, x))",
     ),
     Row(
         "`functional_call` with a step from a layer's own `named_parameters()`",
-        LINEAR,
-        "own = dict(self.m.named_parameters())\n"
+        forward="own = dict(self.m.named_parameters())\n"
         "loss = torch.func.functional_call(self.m, own, torch.ones(3, 6, dtype=x.dtype)).square().mean()\n"
         "gradients = torch.autograd.grad(loss, list(own.values()), create_graph=True)\n"
         "step = {name: p - 0.5 * gradient for (name, p), gradient in zip(own.items(), gradients)}\n"
@@ -115,46 +108,25 @@ ROWS: Final = (
         "w = self.w\ntorch._dynamo.graph_break()\nreturn self.head(x @ w if isinstance(w, nn.Parameter) else x)",
         shard="fully_shard(model)",
     ),
-    Row(
+    *Row(
         "`id()` of parameters",
-        LINEAR,
-        "places = {id(p): place for place, p in enumerate(self.parameters())}\n"
+        forward="places = {id(p): place for place, p in enumerate(self.parameters())}\n"
         "return self.head(self.m(x) * (1 + places.get(id(self.m.weight), 5)))",
-    ),
-    Row(
-        "`id()` of parameters, not compiled",
-        LINEAR,
-        "places = {id(p): place for place, p in enumerate(self.parameters())}\n"
-        "return self.head(self.m(x) * (1 + places.get(id(self.m.weight), 5)))",
-        shard="fully_shard(model)",
-        compiled=UNCOMPILED,
-    ),
+    ).also_uncompiled(),
     Row(
         "a dict by parameters, not compiled",
-        LINEAR,
-        "places = {p: place for place, p in enumerate(self.parameters())}\n"
+        forward="places = {p: place for place, p in enumerate(self.parameters())}\n"
         "return self.head(self.m(x) * (1 + places[self.m.weight]))",
         shard="fully_shard(model)",
         compiled=UNCOMPILED,
     ),
-    Row(
-        "a table by `type(self.m)`",
-        LINEAR,
-        "return self.head({nn.Linear: self.m}.get(type(self.m), lambda x: x)(x))",
-    ),
+    Row("a table by `type(self.m)`", forward="return self.head({nn.Linear: self.m}.get(type(self.m), lambda x: x)(x))"),
     Row("`type(self.m) is nn.Linear`", LINEAR, "return self.head(self.m(x) if type(self.m) is nn.Linear else x)"),
-    Row(
+    *Row(
         "`self.a.weight is self.b.weight`, tied",
         "self.a = nn.Linear(6, 6)\nself.b = nn.Linear(6, 6)\nself.b.weight = self.a.weight",
         "return self.head(self.b(self.a(x)) if self.a.weight is self.b.weight else x)",
-    ),
-    Row(
-        "`self.a.weight is self.b.weight`, tied, not compiled",
-        "self.a = nn.Linear(6, 6)\nself.b = nn.Linear(6, 6)\nself.b.weight = self.a.weight",
-        "return self.head(self.b(self.a(x)) if self.a.weight is self.b.weight else x)",
-        shard="fully_shard(model)",
-        compiled=UNCOMPILED,
-    ),
+    ).also_uncompiled(),
     Row(
         "a base class with a required argument of `__init_subclass__`",
         "self.m = Sub()",
@@ -223,21 +195,9 @@ ROWS: Final = (
         WEIGHT,
         "with torch.no_grad():\n    torch.mul(self.w, 0.9, out=self.w)\nreturn self.head(x @ self.w)",
     ),
-    Row("`self.w.data = ...` in a forward", WEIGHT, "self.w.data = self.w.data * 0.9\nreturn self.head(x @ self.w)"),
-    Row(
-        "`self.w.data = ...` in a forward, not compiled",
-        WEIGHT,
-        "self.w.data = self.w.data * 0.9\nreturn self.head(x @ self.w)",
-        shard="fully_shard(model)",
-        compiled=UNCOMPILED,
-    ),
-    Row("running statistics that are parameters", STATISTICS, NORMALIZED),
-    Row(
-        "running statistics that are parameters, not compiled",
-        STATISTICS,
-        NORMALIZED,
-        shard="fully_shard(model)",
-        compiled=UNCOMPILED,
-    ),
+    *Row(
+        "`self.w.data = ...` in a forward", WEIGHT, "self.w.data = self.w.data * 0.9\nreturn self.head(x @ self.w)"
+    ).also_uncompiled(),
+    *Row("running statistics that are parameters", STATISTICS, NORMALIZED).also_uncompiled(),
     *TRAININGS,
 )

@@ -1,4 +1,4 @@
-"""Cases from seeds, and the simpler ones beside a case."""
+"""Cases from seeds, and the simplest case that fails as a given one does."""
 
 from __future__ import annotations
 
@@ -9,31 +9,34 @@ from typing import Any
 
 from tests.fuzz.pieces import PIECES
 from tests.fuzz.program import (
-    Accumulation,
+    ACCUMULATIONS,
+    FORMS,
+    LOSSES,
+    OPTIMIZERS,
+    OUTPUTS,
+    PLACES,
+    RELOADS,
+    SHARDS,
+    TOUCHES,
     Case,
-    Form,
     Layer,
-    Loss,
-    Output,
-    Place,
-    Reload,
     Script,
-    Shard,
-    Touch,
 )
+from tests.fuzz.run import run_programs
+from tests.fuzz.verdict import Outcome
 
 _CHOICES: dict[str, list[Any]] = {
-    "form": list(Form),
-    "shard": list(Shard),
+    "form": list(FORMS),
+    "shard": list(SHARDS),
     "reshard": [True, False],
     "prefetch": [1, 0, 2, "auto", "BACKWARD_PRE", "BACKWARD_POST"],
     "bucket_mb": [0, "auto", 1],
     "dynamic": [None, False, True],
-    "output": list(Output),
-    "loss": [Loss.ONE, Loss.ONE, Loss.ONE, Loss.SUM, Loss.TWO],
+    "output": list(OUTPUTS),
+    "loss": ["one forward", "one forward", *LOSSES],
     "steps": [2, 3, 4],
-    "accumulation": [Accumulation.NONE, *Accumulation],
-    "optimizer": ["sgd", "momentum", "adamw", "foreach adamw"],
+    "accumulation": ["one microbatch", *ACCUMULATIONS],
+    "optimizer": list(OPTIMIZERS),
     "clip": [False, True],
     "zeros": [False, True],
     "freezes": [False, False, False, True],
@@ -41,9 +44,9 @@ _CHOICES: dict[str, list[Any]] = {
     "sizes": ["same", "same", "by step", "by rank"],
     "reduce_layout": ["aligned", "fsdp2"],
     "half": [False, True],
-    "touch": list(Touch),
+    "touch": list(TOUCHES),
     "flat_step": [False, True],
-    "reload": [Reload.NOTHING, Reload.NOTHING, Reload.MODEL, Reload.BOTH],
+    "reload": ["nothing", *RELOADS],
 }
 """Values of `Script`; two in three fields of a case have their simplest one."""
 _SLOW_WITH_OPEN_SIZES = {"attention", "own_attention", "encoder_layer", "gru_cell", "lstm_cell", "instance_norm"}
@@ -62,11 +65,12 @@ _UPDATES_BUFFERS = {"batch_norm", "running_mean", "counter", "spectral_norm"}
 def draw(seed: int) -> Case:
     """The case of a seed, the same in every run and on every machine."""
     chance = random.Random(seed)
-    places = [Place.BLOCK, Place.BLOCK, *Place]
+    places = ["block", "block", *PLACES]
+    drawn = [Layer(chance.choice(list(PIECES)), chance.choice(places)) for _ in range(chance.choice([1, 2, 2, 3, 4]))]
     layers = tuple(
-        Layer(chance.choice(list(PIECES)), chance.choice(places)) for _ in range(chance.choice([1, 2, 2, 3, 4]))
+        Layer(layer.piece) if layer.place == "checkpointed" and layer.piece in _UPDATES_BUFFERS else layer
+        for layer in drawn
     )
-    layers = tuple(_possible_layer(layer) for layer in layers)
     chosen = {name: chance.choice(values) for name, values in _CHOICES.items() if chance.random() < 0.35}
     if len(layers) > 2 or any(layer.piece in _SLOW_WITH_OPEN_SIZES for layer in layers):
         chosen.pop("dynamic", None)
@@ -75,19 +79,15 @@ def draw(seed: int) -> Case:
     return Case(layers, _possible(Script(**chosen)))
 
 
-def _possible_layer(layer: Layer) -> Layer:
-    if layer.place is Place.CHECKPOINTED and layer.piece in _UPDATES_BUFFERS:
-        return Layer(layer.piece)
-    return layer
-
-
 def _possible(script: Script) -> Script:
     """Without what has no meaning together."""
-    if script.shard is Shard.NOTHING and (script.form in (Form.NOTHING, Form.METHOD) or script.half):
+    if script.shard != "nothing":
+        return script
+    if script.form in ("nothing", "model.compile()") or script.half:
         # The first call of a plain model has begun before it is sharded, so its inputs cannot be cast.
-        return dataclasses.replace(script, shard=Shard.MODEL)
-    if script.shard is Shard.NOTHING and script.accumulation in (Accumulation.SET_SYNC, Accumulation.KEPT):
-        return dataclasses.replace(script, accumulation=Accumulation.NO_SYNC)  # plain modules have no such method
+        return dataclasses.replace(script, shard="model")
+    if script.accumulation in ("set_requires_gradient_sync", "reduced each, unsharded until the last one"):
+        return dataclasses.replace(script, accumulation="no_sync")  # plain modules have no such methods
     return script
 
 
@@ -107,3 +107,20 @@ def simpler(case: Case) -> Iterator[Case]:
         for other in (Layer(layer.piece), Layer("linear", layer.place)):
             if other != layer and (other.piece == layer.piece or layer.piece != "linear"):
                 yield dataclasses.replace(case, layers=(*case.layers[:i], other, *case.layers[i + 1 :]))
+
+
+def shrink(case: Case, outcome: Outcome, *, at_most: int = 60) -> tuple[Case, Outcome]:
+    """Takes the first simpler case that fails alike, again and again; runs so many cases at most."""
+    tried = {case}
+    while True:
+        left = [other for other in simpler(case) if other not in tried]
+        for other in left:
+            if len(tried) > at_most:
+                return case, outcome
+            tried.add(other)
+            found = next(run_programs([other.text()]))
+            if found.is_like(outcome):
+                case, outcome = other, found
+                break
+        else:
+            return case, outcome

@@ -2,68 +2,34 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from pathlib import Path
 
 from tests.fuzz.catalogue import ROWS
-from tests.fuzz.row import Row
 from tests.fuzz.run import Contender, run_programs
 from tests.fuzz.verdict import Outcome, Verdict
 
 _COLUMNS = (Contender.HERE, Contender.FSDP2, Contender.AOT)
-_AT_ONCE = 8
 PAGE = Path(__file__).parents[2] / "docs/limits.md"
 BEGIN = "<!-- written by `python -m tests.fuzz --catalogue` -->\n"
 END = "<!-- end -->\n"
 _HEAD = "| program | here | FSDP2 | `torch.compile`, one process |\n|---|---|---|---|\n"
 
 
-@dataclasses.dataclass(frozen=True)
-class Line:
-    """One line of the table."""
-
-    says: str
-    here: str
-    fsdp2: str
-    compiled: str
-
-    @property
-    def expected(self) -> Verdict:
-        """The verdict in the second column."""
-        return Verdict(self.here.split(":")[0].strip("*"))
-
-    @property
-    def is_safe(self) -> bool:
-        """Whether it ends soon: what hangs takes until its timeout, and new ranks."""
-        return self.expected is not Verdict.HUNG
-
-
-def read() -> dict[str, Line]:
-    """The table by program."""
-    table = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
-    cells = [re.split(r"(?<!\\)\|", line)[1:-1] for line in table.splitlines() if line.startswith("| ")]
-    lines = [Line(*(cell.strip() for cell in row)) for row in cells[1:]]
-    return {line.says: line for line in lines}
+def read() -> dict[str, Verdict]:
+    """What this package does to each program, as the page says."""
+    table = PAGE.read_text().partition(BEGIN)[2].partition(END)[0].splitlines()[2:]
+    cells = (re.split(r"(?<!\\)\|", line) for line in table)
+    return {says.strip(): Verdict(here.split(":")[0].strip(" *")) for _, says, here, *_ in cells}
 
 
 def write() -> None:
-    """Measures every row and writes the table, a few rows at a time, so that it may be stopped: two minutes."""
-    lines = {line.says: " | ".join(dataclasses.astuple(line)) for line in read().values()}
-    for first in range(0, len(ROWS), _AT_ONCE):
-        rows = list(ROWS[first : first + _AT_ONCE])
-        columns = [measured(rows, contender) for contender in _COLUMNS]
-        lines |= {row.says: " | ".join((row.says, *cells)) for row, *cells in zip(rows, *columns, strict=True)}
-        known = (lines[row.says] for row in ROWS if row.says in lines)
-        before, _, rest = PAGE.read_text().partition(BEGIN)
-        table = _HEAD + "".join(f"| {line} |\n" for line in known)
-        PAGE.write_text(before + BEGIN + table + END + rest.partition(END)[2])
-        print(f"{first + len(rows)} of {len(ROWS)}", flush=True)
-
-
-def measured(rows: list[Row], contender: Contender) -> list[str]:
-    """The cells of one column."""
-    return [_cell(outcome) for outcome in run_programs([row.text() for row in rows], contender)]
+    """Measures every row and writes the table: two minutes."""
+    columns = [map(_cell, run_programs([row.text() for row in ROWS], contender)) for contender in _COLUMNS]
+    lines = (" | ".join((row.says, *cells)) for row, *cells in zip(ROWS, *columns, strict=True))
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    table = _HEAD + "".join(f"| {line} |\n" for line in lines)
+    PAGE.write_text(before + BEGIN + table + END + rest.partition(END)[2])
 
 
 def _cell(outcome: Outcome) -> str:

@@ -33,6 +33,11 @@ def _calls(module: str, *, residual: bool = False) -> Piece:
     return Piece(f"self.m{{i}} = {module}", f"x = {'x + ' * residual}self.m{{i}}(x)")
 
 
+def _linear(forward: str, before: str = "") -> Piece:
+    """Any use of a linear layer `self.m{i}`."""
+    return Piece("self.m{i} = nn.Linear(6, 6)", forward, before)
+
+
 def _uses(parameter: str, forward: str) -> Piece:
     return Piece(f"self.w{{i}} = nn.Parameter({parameter})", f"x = {forward}")
 
@@ -94,10 +99,7 @@ _MODULES: Final = {
     "half_linear": Piece(
         "self.m{i} = nn.Linear(6, 6).to(torch.bfloat16)", "x = x + self.m{i}(x.to(self.m{i}.weight.dtype)).to(x.dtype)"
     ),
-    "autocast": Piece(
-        "self.m{i} = nn.Linear(6, 6)",
-        "with torch.autocast('cpu', torch.bfloat16):\n    y = self.m{i}(x)\nx = x + y.to(x.dtype)",
-    ),
+    "autocast": _linear("with torch.autocast('cpu', torch.bfloat16):\n    y = self.m{i}(x)\nx = x + y.to(x.dtype)"),
 }
 _PARAMETERS: Final = {
     "one_element": _uses("torch.ones(1)", "x * self.w{i}"),
@@ -134,18 +136,16 @@ _PARAMETERS: Final = {
     "by_name": Piece(
         "self.first{i} = nn.Parameter(torch.randn(6))", "x = x + getattr(self, 'fir' + 'st{i}') * self.first{i}"
     ),
-    "get_parameter": Piece("self.m{i} = nn.Linear(6, 6)", "x = x @ self.get_parameter('m{i}.weight')"),
+    "get_parameter": _linear("x = x @ self.get_parameter('m{i}.weight')"),
 }
 _SHAPES: Final = {
-    "twice": Piece("self.m{i} = nn.Linear(6, 6)", "x = self.m{i}(self.m{i}(x).tanh())"),
+    "twice": _linear("x = self.m{i}(self.m{i}(x).tanh())"),
     "two_names": Piece("self.m{i} = nn.Linear(6, 6)\nself.n{i} = self.m{i}", "x = self.n{i}(self.m{i}(x).relu())"),
     "tied_weights": Piece(
         "self.m{i} = nn.Linear(6, 6)\nself.n{i} = nn.Linear(6, 6)\nself.n{i}.weight = self.m{i}.weight",
         "x = self.n{i}(self.m{i}(x).tanh())",
     ),
-    "child_weight": Piece(
-        "self.m{i} = nn.Linear(6, 6)", "x = F.linear(self.m{i}(x), self.m{i}.weight.T, self.m{i}.bias)"
-    ),
+    "child_weight": _linear("x = F.linear(self.m{i}(x), self.m{i}.weight.T, self.m{i}.bias)"),
     "module_list": Piece(
         "self.m{i} = nn.ModuleList([nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)])", "for m in self.m{i}:\n    x = m(x)"
     ),
@@ -167,10 +167,10 @@ _SHAPES: Final = {
     "frozen": Piece("self.m{i} = nn.Linear(6, 6).requires_grad_(False)", "x = x + self.m{i}(x)"),
     "frozen_bias": Piece("self.m{i} = nn.Linear(6, 6)\nself.m{i}.bias.requires_grad_(False)", "x = x + self.m{i}(x)"),
     "unused": Piece("self.m{i} = nn.Linear(6, 6)\nself.u{i} = nn.Linear(6, 7)", "x = self.m{i}(x)"),
-    "dead_code": Piece("self.m{i} = nn.Linear(6, 6)", "y = self.m{i}(x)\nx = x + 1"),
-    "no_grad": Piece("self.m{i} = nn.Linear(6, 6)", "with torch.no_grad():\n    y = self.m{i}(x)\nx = x + y"),
-    "detached": Piece("self.m{i} = nn.Linear(6, 6)", "x = x + self.m{i}(x).detach()"),
-    "detached_input": Piece("self.m{i} = nn.Linear(6, 6)", "x = x + self.m{i}(x.detach())"),
+    "dead_code": _linear("y = self.m{i}(x)\nx = x + 1"),
+    "no_grad": _linear("with torch.no_grad():\n    y = self.m{i}(x)\nx = x + y"),
+    "detached": _linear("x = x + self.m{i}(x).detach()"),
+    "detached_input": _linear("x = x + self.m{i}(x.detach())"),
     "buffer": Piece("self.register_buffer('c{i}', torch.linspace(0, 1, 6))", "x = x + self.c{i}"),
     "running_mean": Piece(
         "self.register_buffer('c{i}', torch.zeros(6))\nself.m{i} = nn.Linear(6, 6)",
@@ -179,10 +179,10 @@ _SHAPES: Final = {
     "counter": Piece(
         "self.register_buffer('c{i}', torch.zeros((), dtype=torch.long))", "self.c{i} += 1\nx = x + 0.1 * self.c{i}"
     ),
-    "graph_break": Piece("self.m{i} = nn.Linear(6, 6)", "x = self.m{i}(x)\ntorch._dynamo.graph_break()\nx = x.tanh()"),
-    "on_a_value": Piece("self.m{i} = nn.Linear(6, 6)", "if x.sum() > -1e9:\n    x = self.m{i}(x)"),
-    "item": Piece("self.m{i} = nn.Linear(6, 6)", "x = self.m{i}(x) * ids.float().mean().item()"),
-    "in_training": Piece("self.m{i} = nn.Linear(6, 6)", "x = self.m{i}(x) if self.training else x"),
+    "graph_break": _linear("x = self.m{i}(x)\ntorch._dynamo.graph_break()\nx = x.tanh()"),
+    "on_a_value": _linear("if x.sum() > -1e9:\n    x = self.m{i}(x)"),
+    "item": _linear("x = self.m{i}(x) * ids.float().mean().item()"),
+    "in_training": _linear("x = self.m{i}(x) if self.training else x"),
     "checkpointed": Piece(
         "self.m{i} = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))",
         "x = x + checkpoint(self.m{i}, x, use_reentrant=False)",
@@ -209,18 +209,14 @@ _SHAPES: Final = {
         "        x, w = ctx.saved_tensors\n"
         "        return g * w, (g * x).sum(0)\n",
     ),
-    "not_compiled": Piece(
-        "self.m{i} = nn.Linear(6, 6)",
-        "x = outside(self.m{i}, x)",
-        "@torch.compiler.disable\ndef outside(module, x):\n    return module(x)\n",
+    "not_compiled": _linear(
+        "x = outside(self.m{i}, x)", "@torch.compiler.disable\ndef outside(module, x):\n    return module(x)\n"
     ),
-    "lazy_buffer": Piece("self.m{i} = nn.Linear(6, 6)", "self.seen{i} = x.shape[0]\nx = self.m{i}(x) / self.seen{i}"),
+    "lazy_buffer": _linear("self.seen{i} = x.shape[0]\nx = self.m{i}(x) / self.seen{i}"),
     "routed": Piece(
         "self.m{i} = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))\nself.g{i} = nn.Linear(6, 3)",
         "g = self.g{i}(x).softmax(1)\nx = sum(g[:, k : k + 1] * m(x) for k, m in enumerate(self.m{i}))",
     ),
-    "penalty_of_weights": Piece(
-        "self.m{i} = nn.Linear(6, 6)", "x = self.m{i}(x) + 0.1 * sum(p.square().sum() for p in self.m{i}.parameters())"
-    ),
+    "penalty_of_weights": _linear("x = self.m{i}(x) + 0.1 * sum(p.square().sum() for p in self.m{i}.parameters())"),
 }
 PIECES: Final[dict[str, Piece]] = _MODULES | _PARAMETERS | _SHAPES

@@ -49,8 +49,8 @@ class Row:
     """
 
     says: str
-    init: str
-    forward: str
+    init: str = LINEAR
+    forward: str = CALL
     loss: str = "out.square().mean()"
     before: str = ""
     shard: str = "pass"
@@ -72,6 +72,11 @@ class Row:
             _function("train(model, call, side)", self.train.strip()),
         ]
         return "\n\n".join(part.strip("\n") for part in parts) + "\n"
+
+    def also_uncompiled(self) -> tuple[Row, Row]:
+        """The row, and one of the same model, which is sharded first and not compiled."""
+        says = f"{self.says}, not compiled"
+        return self, dataclasses.replace(self, says=says, shard="fully_shard(model)", compiled=UNCOMPILED)
 
 
 def _function(signature: str, body: str) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import linecache
 import logging
+import math
 import sys
 import types
 from collections.abc import Iterator
@@ -11,18 +13,18 @@ from enum import StrEnum
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 
 from fsdp_compile import fully_shard
 from tests.fuzz.sides import Fsdp2Ranks, OneProcess, Ranks, Side
-from tests.fuzz.verdict import Outcome, Verdict, beside_fsdp2, of_error, of_notes, worst
+from tests.fuzz.verdict import Outcome, Verdict, of_error, of_notes, worst
 from tests.rank_worker import reset_torch
 from tests.ranks import RankError, run_ranks
 
 WORLD_SIZE = 2
 TIMEOUT_S = 180.0
+PER_CALL = 8
 
 
 class Contender(StrEnum):
@@ -51,15 +53,22 @@ def run_programs(texts: list[str], contender: Contender = Contender.HERE) -> Ite
     """The outcome of each program, in order."""
     left = list(texts)
     while left:
-        for outcome in _call(left, contender):
+        for outcome in _call(left[:PER_CALL], contender):
             text = left.pop(0)
             yield _beside_fsdp2(text, outcome) if contender is Contender.HERE else outcome
 
 
-def _beside_fsdp2(text: str, outcome: Outcome) -> Outcome:
-    if outcome.verdict is not Verdict.WRONG or "bfloat16" not in text:
-        return outcome
-    return beside_fsdp2(outcome, next(run_programs([text], Contender.FSDP2)))
+def _beside_fsdp2(text: str, mine: Outcome) -> Outcome:
+    """The verdict on a program that computes in bfloat16, where FSDP2 may miss the numbers of one process, too.
+
+    One process that rounds otherwise than ranks do does not tell what rounding allows there: one bit of bfloat16 more
+    or less is 2**16 times one of float32. Other orders of additions than FSDP2's may double its distance.
+    """
+    if mine.verdict is Verdict.WRONG and "bfloat16" in text:
+        fsdp2 = next(run_programs([text], Contender.FSDP2))
+        if fsdp2.verdict is Verdict.WRONG and mine.excess <= 2 * fsdp2.excess < math.inf:
+            return dataclasses.replace(mine, verdict=Verdict.AS_FSDP2)
+    return mine
 
 
 def _call(texts: list[str], contender: Contender) -> list[Outcome]:
@@ -125,10 +134,9 @@ def _contend(program: Any, contender: Contender) -> Side:
     if contender is Contender.AOT:
         program.BACKEND = {k: v for k, v in program.BACKEND.items() if k != "options"} | {"backend": "aot_eager"}
         return _trained(program, model, program.compiled(model), OneProcess(model, WORLD_SIZE, torch.float32))
-    world = dist.get_world_size()
     if contender is Contender.HERE:
         program.shard(model, fully_shard)
-        return _trained(program, model, program.compiled(model), Ranks(model, world))
+        return _trained(program, model, program.compiled(model), Ranks(model))
     program.BACKEND = {"backend": "eager"}
     for module in model.modules():  # FSDP2's units have one dtype each
         if any(parameter.dtype is torch.bfloat16 for parameter in module.parameters(recurse=False)):
@@ -136,7 +144,7 @@ def _contend(program: Any, contender: Contender) -> Side:
     program.shard(model, torchs_fully_shard)
     if not hasattr(model, "set_requires_gradient_sync"):
         torchs_fully_shard(model)
-    return _trained(program, model, lambda x, ids: program.loss(model(x, ids)), Fsdp2Ranks(model, world))
+    return _trained(program, model, lambda x, ids: program.loss(model(x, ids)), Fsdp2Ranks(model))
 
 
 def _trained(program: Any, model: nn.Module, call: Any, side: Side) -> Side:

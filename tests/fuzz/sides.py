@@ -11,16 +11,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+import fsdp_compile
+
 Share = tuple[torch.Tensor, torch.Tensor]
 Notes = dict[str, torch.Tensor | None]
 
 
 class Side:
-    """What a program's `train` calls.
+    """What a program's `train` calls; where a method does nothing here, ranks have something to do.
 
     Attributes:
+        rank: The rank whose share this is.
         notes: What was seen, by name: losses, gradients before each update, parameters and buffers at the end.
     """
+
+    rank: int
 
     def __init__(self, model: nn.Module, world: int, dtype: torch.dtype = torch.float32) -> None:
         self.model = model
@@ -43,13 +48,12 @@ class Side:
         """The part of the loss of one share in that of the batch; ranks average by themselves."""
         return loss
 
-    @contextlib.contextmanager
-    def no_sync(self, model: Any) -> Iterator[None]:  # noqa: ARG002  what ranks need
+    def no_sync(self, model: Any) -> contextlib.AbstractContextManager[None]:  # noqa: ARG002  what ranks need
         """Backwards inside of it accumulate."""
-        yield
+        return contextlib.nullcontext()
 
     def set_sync(self, model: Any, sync: bool) -> None:  # noqa: FBT001  as in FSDP2
-        """As FSDP2's `set_requires_gradient_sync`."""
+        """FSDP2's `set_requires_gradient_sync`."""
 
     def full_params(self, model: Any) -> contextlib.AbstractContextManager[None]:  # noqa: ARG002  what ranks need
         """Plain, full parameters, whose new values stay."""
@@ -59,7 +63,7 @@ class Side:
         """Calls a method of sharded modules."""
 
     def flat_step(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Our `flat_step`."""
+        """Our `flat_step`, which returns what it is given."""
         return optimizer
 
     def note(self, name: str, value: torch.Tensor | None) -> None:
@@ -75,18 +79,12 @@ class Side:
         """Notes a value of one rank's share."""
         self.note(f"{name} of rank {self.rank}", value)
 
-    @property
-    def rank(self) -> int:
-        """The rank whose share this is."""
-        raise NotImplementedError
-
     def see_gradients(self, model: nn.Module) -> None:
-        """Notes every gradient."""
         for name, parameter in model.named_parameters():
             self.note(f"gradient of {name}", parameter.grad)
 
     def see_the_end(self) -> None:
-        """Notes parameters and buffers."""
+        """Notes parameters; sides note the buffers of their ranks, too."""
         for name, parameter in self.model.named_parameters():
             self.note(f"parameter {name}", parameter)
 
@@ -100,42 +98,27 @@ class Side:
 class Ranks(Side):
     """One of the ranks of a sharded model."""
 
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return dist.get_rank()
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model, dist.get_world_size())
+        self.rank = dist.get_rank()
 
     def shares(self, rows: int, *, uneven: bool = False) -> Iterator[Share]:
-        """Its share alone."""
         self._batches += 1
         yield self._share(self.rank, rows, uneven=uneven)
 
-    @contextlib.contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Ours."""
-        import fsdp_compile
-
-        with fsdp_compile.no_sync(model):
-            yield
+    def no_sync(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+        return fsdp_compile.no_sync(model)
 
     def set_sync(self, model: Any, sync: bool) -> None:  # noqa: FBT001  as in FSDP2
-        """The method of sharded modules."""
         model.set_requires_gradient_sync(sync)
 
     def full_params(self, model: Any) -> contextlib.AbstractContextManager[None]:
-        """Ours."""
-        import fsdp_compile
-
         return fsdp_compile.full_params(model)
 
     def method(self, model: Any, name: str, *arguments: Any) -> None:
-        """As FSDP2's."""
         getattr(model, name)(*arguments)
 
     def flat_step(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Ours, which returns what it is given."""
-        import fsdp_compile
-
         return fsdp_compile.flat_step(optimizer)
 
     def see_the_end(self) -> None:
@@ -153,13 +136,11 @@ class Fsdp2Ranks(Ranks):
 
     @contextlib.contextmanager
     def no_sync(self, model: Any) -> Iterator[None]:
-        """FSDP2 has a switch only."""
         model.set_requires_gradient_sync(False)
         yield
         model.set_requires_gradient_sync(True)
 
     def flat_step(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """FSDP2 has none."""
         return optimizer
 
     def see_the_end(self) -> None:
@@ -174,20 +155,16 @@ class OneProcess(Side):
 
     def __init__(self, model: nn.Module, world: int, dtype: torch.dtype) -> None:
         super().__init__(model, world, dtype)
-        self._rank = 0
+        self.rank = 0
         self._buffers = [self._copies() for _ in range(world)]
 
-    @property
-    def rank(self) -> int:
-        """The rank whose share is computed now."""
-        return self._rank
-
     def shares(self, rows: int, *, uneven: bool = False) -> Iterator[Share]:
-        """Those of all ranks."""
         self._batches += 1
         for rank in range(self.world):
-            self._rank = rank
-            self._put(self._buffers[rank])
+            self.rank = rank
+            with torch.no_grad():
+                for name, buffer in self.model.named_buffers():
+                    buffer.copy_(self._buffers[rank][name])
             yield self._share(rank, rows, uneven=uneven)
             self._buffers[rank] = self._copies()
 
@@ -196,17 +173,11 @@ class OneProcess(Side):
         return loss / self.world
 
     def see_the_end(self) -> None:
-        """Buffers of all ranks."""
         super().see_the_end()
         for rank, buffers in enumerate(self._buffers):
-            self._rank = rank
+            self.rank = rank
             for name, buffer in buffers.items():
                 self.note_own(f"buffer {name}", buffer)
 
     def _copies(self) -> dict[str, torch.Tensor]:
         return {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
-
-    def _put(self, buffers: dict[str, torch.Tensor]) -> None:
-        with torch.no_grad():
-            for name, buffer in self.model.named_buffers():
-                buffer.copy_(buffers[name])

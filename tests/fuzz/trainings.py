@@ -4,27 +4,16 @@ from __future__ import annotations
 
 from typing import Final
 
-from tests.fuzz.row import (
-    ACCUMULATED,
-    ADAMW,
-    CALL,
-    LINEAR,
-    SEQUENTIAL,
-    UNCOMPILED,
-    WEIGHT,
-    Row,
-    noted,
-    trained,
-)
+from tests.fuzz.row import ACCUMULATED, ADAMW, CALL, LINEAR, SEQUENTIAL, UNCOMPILED, WEIGHT, Row, noted, trained
 
 TRAININGS: Final = (
     # What autograd is asked for.
-    Row(
+    *Row(
         "`self.w.grad is None` in a forward that accumulates",
         WEIGHT,
         "return self.head(x @ self.w if self.w.grad is None else x)",
         train=ACCUMULATED,
-    ),
+    ).also_uncompiled(),
     Row(
         "`p.grad` of all parameters in a forward that accumulates, after a graph break",
         WEIGHT,
@@ -32,47 +21,21 @@ TRAININGS: Final = (
         "return self.head(x @ self.w if fresh else x)",
         train=ACCUMULATED,
     ),
-    Row(
-        "`self.w.grad is None` in a forward that accumulates, not compiled",
-        WEIGHT,
-        "return self.head(x @ self.w if self.w.grad is None else x)",
-        shard="fully_shard(model)",
-        compiled=UNCOMPILED,
-        train=ACCUMULATED,
-    ),
-    Row(
+    *Row(
         "a head whose output is unused, AdamW",
         "self.m = nn.Linear(6, 6)\nself.n = nn.Linear(6, 6)",
         "return self.head(self.m(x)), self.n(x)",
         "out[0].square().mean()",
         train=trained(optimizer=ADAMW),
-    ),
-    Row(
-        "a head whose output is unused, AdamW, not compiled",
-        "self.m = nn.Linear(6, 6)\nself.n = nn.Linear(6, 6)",
-        "return self.head(self.m(x)), self.n(x)",
-        "out[0].square().mean()",
-        shard="fully_shard(model)",
-        compiled=UNCOMPILED,
-        train=trained(optimizer=ADAMW),
-    ),
-    Row(
-        "`loss.backward(inputs=...)`",
-        LINEAR,
-        CALL,
-        train=trained("side.backward(call(x, ids), inputs=list(model.m.parameters()))"),
-    ),
+    ).also_uncompiled(),
+    Row("`loss.backward(inputs=...)`", train=trained("side.backward(call(x, ids), inputs=list(model.m.parameters()))")),
     Row(
         "`loss.backward(inputs=...)` of a layer that is sharded by itself",
-        LINEAR,
-        CALL,
         shard="fully_shard(model.m)\nfully_shard(model)",
         train=trained("side.backward(call(x, ids), inputs=list(model.m.parameters()))"),
     ),
     Row(
         "`loss.backward(inputs=...)` of what the model is called with",
-        LINEAR,
-        CALL,
         train=trained(
             "x.requires_grad_()\nside.backward(call(x, ids), inputs=[x])\n"
             "side.note_own('gradient of x', x.grad / side.scaled(torch.ones(())))\nside.backward(call(x, ids))"
@@ -80,8 +43,6 @@ TRAININGS: Final = (
     ),
     Row(
         "`autograd.grad(loss, parameters)`",
-        LINEAR,
-        CALL,
         train=trained(
             "grads = torch.autograd.grad(side.scaled(call(x, ids)), list(model.parameters()))\n"
             "for p, g in zip(model.parameters(), grads):\n"
@@ -96,53 +57,33 @@ TRAININGS: Final = (
     Row("`torch.func.jacrev` of the loss", LINEAR, CALL, train=noted("torch.func.jacrev(call)(x, ids)")),
     Row(
         "`torch.func.jacrev` of the loss, sharded before",
-        LINEAR,
-        CALL,
         shard="fully_shard(model)",
         train=noted("torch.func.jacrev(call)(x, ids)"),
     ),
     Row(
         "`torch.func.vjp` of the loss",
-        LINEAR,
-        CALL,
         train=noted("torch.func.vjp(lambda x: call(x, ids), x)[1](torch.ones((), dtype=x.dtype))[0]"),
     ),
     Row(
         "`autograd.functional.jacobian` of the loss",
-        LINEAR,
-        CALL,
         train=noted("torch.autograd.functional.jacobian(lambda x: call(x, ids), x)"),
     ),
     Row(
         "`autograd.grad(..., is_grads_batched=True)`",
-        LINEAR,
-        CALL,
         train=noted("torch.autograd.grad(call(x, ids), x, torch.eye(3, dtype=x.dtype)[0], is_grads_batched=True)[0]"),
     ),
     Row(
         "`autograd.functional.hvp` of the loss (double backward)",
-        LINEAR,
-        CALL,
         train=noted("torch.autograd.functional.hvp(lambda x: call(x, ids), x, torch.ones_like(x))[1]"),
     ),
-    Row(
+    *Row(
         "reentrant checkpointing whose input needs no gradient",
-        LINEAR,
-        "return self.head(x + checkpoint(self.m, x, use_reentrant=True))",
+        forward="return self.head(x + checkpoint(self.m, x, use_reentrant=True))",
         before="from torch.utils.checkpoint import checkpoint",
-    ),
-    Row(
-        "reentrant checkpointing whose input needs no gradient, not compiled",
-        LINEAR,
-        "return self.head(x + checkpoint(self.m, x, use_reentrant=True))",
-        before="from torch.utils.checkpoint import checkpoint",
-        shard="fully_shard(model)",
-        compiled=UNCOMPILED,
-    ),
+    ).also_uncompiled(),
     Row(
         "a layer with and without gradients in one forward, under `no_sync`",
-        LINEAR,
-        "with torch.no_grad():\n    y = self.m(x)\nreturn self.head(self.m(x) + y)",
+        forward="with torch.no_grad():\n    y = self.m(x)\nreturn self.head(self.m(x) + y)",
         train=trained("with side.no_sync(model):\n    side.backward(call(x, ids))\nside.backward(call(x, ids))"),
     ),
     Row(
@@ -161,8 +102,6 @@ TRAININGS: Final = (
     ),
     Row(
         "a plain model with `mp_policy` among the options, and float inputs",
-        LINEAR,
-        CALL,
         before="from torch.distributed.fsdp import MixedPrecisionPolicy\n\nSLACK = 0.1",
         options="{'backend': 'fsdp', 'options': {'lower': 'eager', "
         "'mp_policy': MixedPrecisionPolicy(torch.bfloat16, torch.float32)}}",
@@ -170,37 +109,25 @@ TRAININGS: Final = (
     # Control flow.
     Row(
         "`torch.cond`, and a layer",
-        LINEAR,
-        "x = torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,))\n" + CALL,
+        forward="x = torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,))\n" + CALL,
     ),
-    Row(
+    *Row(
         "`torch.cond` between two layers",
         "self.m = nn.Linear(6, 6)\nself.n = nn.Linear(6, 6)",
         "x = torch.cond(x.sum() > 0, lambda x: self.m(x), lambda x: self.n(x), (x,))\nreturn self.head(x)",
-    ),
-    Row(
-        "`torch.cond` between two layers, not compiled",
-        "self.m = nn.Linear(6, 6)\nself.n = nn.Linear(6, 6)",
-        "x = torch.cond(x.sum() > 0, lambda x: self.m(x), lambda x: self.n(x), (x,))\nreturn self.head(x)",
-        shard="fully_shard(model)",
-        compiled=UNCOMPILED,
-    ),
+    ).also_uncompiled(),
     Row(
         "`nested_compile_region`",
-        LINEAR,
-        "return self.head(region(self.m, x))",
+        forward="return self.head(region(self.m, x))",
         before="@torch.compiler.nested_compile_region\ndef region(module, x):\n    return module(x)",
     ),
     Row(
         "rows chosen by data",
-        LINEAR,
-        "chosen = x[ids[:, 0] > 2]\nreturn torch.cat([self.head(self.m(chosen)), self.head(x)])",
-        "out.square().sum() / 20",
+        forward="chosen = x[ids[:, 0] > 2]\nreturn torch.cat([self.head(self.m(chosen)), self.head(x)])",
+        loss="out.square().sum() / 20",
     ),
     Row(
         "`dynamic=True` with `no_sync`",
-        LINEAR,
-        CALL,
         train=trained("with side.no_sync(model):\n    side.backward(call(x, ids))\nside.backward(call(x, ids))"),
         options="{'backend': 'fsdp', 'options': {'lower': 'eager'}, 'dynamic': True}",
     ),
@@ -227,8 +154,6 @@ TRAININGS: Final = (
     ),
     Row(
         "a weight replaced after the first step",
-        LINEAR,
-        CALL,
         train=trained(
             update="optimizer.step()\nif step == 0:\n"
             "    model.m.weight = nn.Parameter(torch.eye(6, dtype=side.dtype))\n"
@@ -247,8 +172,6 @@ TRAININGS: Final = (
     ),
     Row(
         "a parametrization added after the first step",
-        LINEAR,
-        CALL,
         train=trained(
             update="optimizer.step()\nif step == 0:\n"
             "    nn.utils.parametrizations.weight_norm(model.m)\n"
@@ -257,15 +180,11 @@ TRAININGS: Final = (
     ),
     Row(
         "`copy.deepcopy` after training",
-        LINEAR,
-        CALL,
         train=trained()
         + "twin = copy.deepcopy(model)\nfor name, p in twin.named_parameters():\n    side.note(name, p)",
     ),
     Row(
         "an `AveragedModel` of the sharded model",
-        LINEAR,
-        CALL,
         shard="fully_shard(model)",
         train="averaged = torch.optim.swa_utils.AveragedModel(model)\n"
         + trained(update="optimizer.step()\naveraged.update_parameters(model)").strip()
@@ -274,8 +193,6 @@ TRAININGS: Final = (
     # What scripts do by hand with parameters and gradients.
     Row(
         "a forward assigned to the sharded model, which takes its head's weight, not compiled",
-        LINEAR,
-        CALL,
         shard="fully_shard(model)",
         compiled=UNCOMPILED,
         train="def assigned(self, x, ids):\n"
@@ -286,8 +203,6 @@ TRAININGS: Final = (
     ),
     Row(
         "full values loaded by `load_state_dict` after the first step",
-        LINEAR,
-        CALL,
         train=trained(
             update="optimizer.step()\nif step == 0:\n"
             "    model.load_state_dict({k: torch.ones(v.shape, dtype=v.dtype) for k, v in model.state_dict().items()})"
@@ -295,14 +210,10 @@ TRAININGS: Final = (
     ),
     Row(
         "`weight[i].zero_()` between steps",
-        LINEAR,
-        CALL,
         train=trained(update="optimizer.step()\nwith torch.no_grad():\n    model.m.weight[5].zero_()"),
     ),
     Row(
         "the largest gradient by `p.grad.abs().max().item()`",
-        LINEAR,
-        CALL,
         train=trained(
             update="side.note('max', torch.tensor(max(p.grad.abs().max().item() for p in model.parameters())))\n"
             "optimizer.step()"
@@ -311,8 +222,6 @@ TRAININGS: Final = (
     # Steps.
     Row(
         "a compiled step that clips",
-        LINEAR,
-        CALL,
         compiled="def step(x, ids):\n    return loss(model(x, ids))\nreturn torch.compile(step, **BACKEND)",
         train=trained(
             update="clip = torch.compile(lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.1), **BACKEND)\n"
@@ -321,8 +230,6 @@ TRAININGS: Final = (
     ),
     Row(
         "LBFGS",
-        LINEAR,
-        CALL,
         train="optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)\n"
         "for step in range(2):\n"
         "    batch = list(side.shares(4))\n"
@@ -346,8 +253,6 @@ TRAININGS: Final = (
     ),
     Row(
         "a multi-gradient hook",
-        LINEAR,
-        CALL,
         train="seen = []\n"
         "handle = torch.autograd.graph.register_multi_grad_hook(list(model.parameters()), lambda g: seen.append(1))\n"
         + trained().strip()

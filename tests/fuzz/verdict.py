@@ -80,17 +80,6 @@ def of_notes(mine: Notes, exact: Notes, single: Notes, *, slack: float = 1e-5) -
     return Outcome(Verdict.WRONG, lines[0], "\n".join(lines[:20]), max(excess for _, excess in found))
 
 
-def beside_fsdp2(mine: Outcome, fsdp2: Outcome) -> Outcome:
-    """The verdict on a program that computes in bfloat16, where FSDP2 may miss the numbers of one process, too.
-
-    One process that rounds otherwise than ranks do does not tell what rounding allows there: one bit of bfloat16 more
-    or less is 2**16 times one of float32. Other orders of additions than FSDP2's may double its distance.
-    """
-    if mine.verdict is Verdict.WRONG is fsdp2.verdict and mine.excess <= 2 * fsdp2.excess < math.inf:
-        return dataclasses.replace(mine, verdict=Verdict.AS_FSDP2)
-    return mine
-
-
 def _differences(mine: Notes, exact: Notes, single: Notes, slack: float) -> Iterator[tuple[str, float]]:
     """Names and distances of what differs, and how many times more than is allowed."""
     for name, value in mine.items():

@@ -31,7 +31,7 @@ SHAPES = st.lists(st.integers(0, 300), max_size=3).map(tuple)
 def parameters(draw: st.DrawFn) -> list[ParameterShape]:
     shapes = draw(st.lists(SHAPES, min_size=1, max_size=8))
     dims = [draw(st.integers(0, len(shape) - 1)) if shape else None for shape in shapes]
-    return [ParameterShape(f"p{i}", shape, dim) for i, (shape, dim) in enumerate(zip(shapes, dims, strict=True))]
+    return list(map(ParameterShape, shapes, dims))
 
 
 def torch_shard_numel(parameter: ParameterShape, size: int) -> int:
@@ -82,19 +82,12 @@ def test_nothing_to_lay_out_still_has_an_address() -> None:
 )
 def test_padding_stays_below_one_percent_in_large_models(width: int, layers: int, size: int, sent: torch.dtype) -> None:
     """A transformer of more than 10 M parameters, unit by unit, with a vocabulary that nothing divides."""
-    block: list[tuple[int, ...]] = [
-        (3 * width, width),
-        (3 * width,),
-        (width, width),
-        (width,),
-        (4 * width, width),
-        (width, 4 * width),
-    ]
-    units: list[list[tuple[int, ...]]]
-    units = [[(32003, width)], *[[*block, (width,), (width,)]] * layers, [(width,), ()]]
+    attention: list[tuple[int, ...]] = [(3 * width, width), (3 * width,), (width, width), (width,)]
+    block = [*attention, (4 * width, width), (width, 4 * width), (width,), (width,)]
+    units: list[list[tuple[int, ...]]] = [[(32003, width)], *[block] * layers, [(width,), ()]]
     held = needed = 0
     for unit in units:
-        shapes = [ParameterShape("p", shape, 0 if shape else None) for shape in unit]
+        shapes = [ParameterShape(shape, 0 if shape else None) for shape in unit]
         held += size * plan_layout(shapes, size=size, stored=torch.float32, sent=sent).numel
         needed += sum(math.prod(shape) for shape in unit)
     assert needed > 10e6
@@ -104,8 +97,7 @@ def test_padding_stays_below_one_percent_in_large_models(width: int, layers: int
 @given(SHAPES.filter(bool), SIZES, st.data())
 def test_rows_are_those_of_torch_chunk(shape: tuple[int, ...], size: int, data: st.DataObject) -> None:
     dim = data.draw(st.integers(0, len(shape) - 1))
-    first, *_ = torch.empty(shape, device="meta").chunk(size, dim)
-    assert shard_numel(shape, dim, size) == first.numel()
+    assert shard_numel(shape, dim, size) == torch_shard_numel(ParameterShape(shape, dim), size)
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -113,6 +105,16 @@ def test_a_number_is_held_by_every_rank(size: int) -> None:
     assert shard_numel((), None, size) == 1
 
 
+SPEC = UnshardSpec(
+    offset=64,
+    extent=32,
+    shape=(5, 7),
+    dim=0,
+    size=4,
+    group="fsdp.shard.0",
+    param_dtype=torch.bfloat16,
+    reduce_dtype=torch.float32,
+)
 EAGER = EagerBuilder()
 JUNK = -77.0
 """Stands wherever a message holds something else: other slots, alignment, rows of ranks that have fewer."""
@@ -135,16 +137,7 @@ def cases(draw: st.DrawFn) -> Case:
     dim = draw(st.integers(0, len(shape) - 1)) if shape else None
     if dim is not None and dim > 0:  # other dimensions than the first must divide
         shape = (*shape[:dim], shape[dim] * size, *shape[dim + 1 :])
-    spec = UnshardSpec(
-        offset=0,
-        extent=1,
-        shape=shape,
-        dim=dim,
-        size=size,
-        group="g",
-        param_dtype=torch.float32,
-        reduce_dtype=torch.float32,
-    )
+    spec = dataclasses.replace(SPEC, offset=0, shape=shape, dim=dim, size=size, param_dtype=torch.float32)
     spec = dataclasses.replace(spec, extent=max(1, spec.shard_numel) + draw(st.integers(0, 5)))
     start = draw(st.integers(0, 4))
     full = torch.arange(1.0, 1.0 + torch.Size(shape).numel()).reshape(shape)
@@ -190,32 +183,13 @@ def test_a_gradient_of_any_strides_gives_the_same_rows(case: Case) -> None:
 
 
 def test_a_slot_alone_in_its_message_is_read_in_place() -> None:
-    spec = UnshardSpec(
-        offset=0,
-        extent=8,
-        shape=(8, 4),
-        dim=0,
-        size=4,
-        group="g",
-        param_dtype=torch.float32,
-        reduce_dtype=torch.float32,
-    )
+    spec = dataclasses.replace(SPEC, offset=0, extent=8, shape=(8, 4), param_dtype=torch.float32)
     message = torch.arange(32.0)
     assert full_parameter(EAGER, message, spec, start=0, span=8).data_ptr() == message.data_ptr()
 
 
 SPEC_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.complex64)
 TEXT = "offset=64 extent=32 shape=5x7 dim=0 over=fsdp.shard.0/4 param=bfloat16 reduce=float32 reshard=after_forward"
-SPEC = UnshardSpec(
-    offset=64,
-    extent=32,
-    shape=(5, 7),
-    dim=0,
-    size=4,
-    group="fsdp.shard.0",
-    param_dtype=torch.bfloat16,
-    reduce_dtype=torch.float32,
-)
 
 
 @st.composite

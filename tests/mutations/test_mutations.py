@@ -38,9 +38,9 @@ def test_the_rows_of_a_mutation_name_its_test(mutation: Mutation) -> None:
 
 @pytest.mark.long
 def test_the_script_tells_faults_that_are_caught_from_others() -> None:
-    caught = Mutation("", "layout/averaging.py", "import", "raise ImportError\nimport", "tests/test_coverage.py")
-    harmless = Mutation("", "layout/averaging.py", '"""', '"""', "tests/test_coverage.py")
+    caught = Mutation("", "layout/hosts.py", "import", "raise ImportError\nimport", "tests/test_coverage.py")
+    harmless = Mutation("", "layout/hosts.py", '"""', '"""', "tests/test_coverage.py")
     with copied_tree() as tree:
-        (tree / "tests/test_coverage.py").write_text("def test() -> None:\n    import fsdp_compile.layout.averaging\n")
+        (tree / "tests/test_coverage.py").write_text("def test() -> None:\n    import fsdp_compile.layout.hosts\n")
         assert judge(caught, tree) is Verdict.CAUGHT
         assert judge(harmless, tree) is Verdict.MISSED

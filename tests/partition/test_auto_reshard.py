@@ -20,7 +20,7 @@ from tests.models.round_sizes import WIDTH, Broken, on_meta
 from tests.models.round_sizes import Stack as Blocks
 from tests.numerics.one_process.measure import Differences, train_pair
 from tests.numerics.one_process.test_model_kinds import assert_equal_training
-from tests.partition.test_partition import Sent, sent
+from tests.partition.test_partition import sent
 from tests.ranks import run_ranks
 
 SLOW = hardware("cpu", 0.01)
@@ -28,56 +28,36 @@ OPEN: dict[str, Any] = {"reshard_after_forward": "auto", "hardware": SLOW}
 TRAINED = ("stack", "tied", "graph-breaks", "checkpointed", "repeated", "frozen", "odd-shapes")
 
 
-def _trained(name: str) -> Differences:
-    return train_pair(KINDS[name], clip=0.5, options=OPEN)
+def _shard_over_replicas(model: torch.nn.Module) -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    fully_shard(model, mesh=mesh, reshard_after_forward="auto")
+
+
+def _trained(name: str, lower: str, *, replicas: bool) -> Differences:
+    prepare, options = (_shard_over_replicas, {"hardware": SLOW}) if replicas else (None, OPEN)
+    return train_pair(KINDS[name], lower=lower, prepare=prepare, clip=0.5, options=options)
 
 
 @long.parametrize("name", TRAINED, always=["tied"])
 def test_training_equals_one_process(name: str) -> None:
-    assert_equal_training(run_ranks(_trained, name))
-
-
-def _replicated() -> Differences:
-    def prepare(model: torch.nn.Module) -> None:
-        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-        fully_shard(model, mesh=mesh, reshard_after_forward="auto")
-
-    return train_pair(KINDS["stack"], prepare=prepare, options={"hardware": SLOW})
-
-
-@pytest.mark.long
-def test_training_of_replicas_equals_one_process() -> None:
-    assert_equal_training(run_ranks(_replicated))
-
-
-def _with_inductor() -> Differences:
-    return train_pair(KINDS["stack"], lower="inductor", options=OPEN)
+    assert_equal_training(run_ranks(_trained, name, "eager", replicas=False))
 
 
 @pytest.mark.core
 @pytest.mark.long
-def test_training_through_inductor_equals_one_process() -> None:
-    assert_equal_training(run_ranks(_with_inductor))
-
-
-def _gathered() -> tuple[Sent, ...]:
-    return (
-        sent(StackOfThree, **OPEN),
-        sent(KINDS["graph-breaks"], **OPEN),
-        sent(StackOfThree, reshard_after_forward="auto", prefetch=1),
-    )
+@pytest.mark.parametrize(("lower", "replicas"), [("inductor", False), ("eager", True)], ids=["inductor", "replicas"])
+def test_training_in_other_ways_equals_one_process(lower: str, *, replicas: bool) -> None:
+    assert_equal_training(run_ranks(_trained, "stack", lower, replicas=replicas))
 
 
 @pytest.mark.long
 def test_backward_gathers_all_but_what_forward_used_last() -> None:
     everything = ["head", "blocks.2", "blocks.1", "blocks.0"]
     with fake_world(2):
-        kept, broken, fixed = _gathered()
+        kept = sent(StackOfThree, **OPEN)
+        fixed = sent(StackOfThree, reshard_after_forward="auto", prefetch=1)
     assert list(dict.fromkeys(kept["backward gathers"])) == everything[2:]
     assert list(dict.fromkeys(kept["backward reduces"])) == everything
-    # Each of several graphs would hold what was promised for all.
-    assert set(broken["backward gathers"]) <= set(everything)
-    assert broken["saved"] == []
     assert fixed["backward gathers"] == everything, "with a fixed distance nothing is planned"
 
 
@@ -129,6 +109,7 @@ def test_a_plan_for_another_link_chooses_anew() -> None:
 
 
 def test_a_model_with_graph_breaks_keeps_nothing() -> None:
+    """Each of several graphs would hold what was promised for all."""
     model, x = on_meta(Broken)
     options = {"lower": "eager", "reshard_after_forward": "auto"}
     plan = explain(model, x, world_size=8, options=options, hardware=hardware(link=0.1))

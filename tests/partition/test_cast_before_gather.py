@@ -20,7 +20,9 @@ from fsdp_compile.partition import partition
 from tests import long
 from tests.fake_world import fake_world
 from tests.models.round_sizes import Stack, on_meta
+from tests.partition.test_partition import each_graph
 from tests.ranks import run_ranks
+from tests.two_sides import compile_eagerly
 
 WIDTH = 20
 
@@ -65,16 +67,13 @@ def _read_dtypes(dtype: torch.dtype, **sharding: Any) -> dict[Phase, dict[str, s
     """In which dtypes the graphs of each phase read the parameters, by name without the unit's."""
     seen: dict[Phase, dict[str, set[torch.dtype]]] = {}
 
-    class Watched(region.Region):
-        def finish(self, gm: Any, phase: Phase, compile_graph: Any) -> Any:
-            for node in StepGraph(gm, phase).nodes(Role.FULL):
-                record = require(node)
-                name = record.parameters[0].removeprefix(f"{record.unit}.")
-                seen.setdefault(phase, {}).setdefault(name, set()).add(node.meta["val"].dtype)
-            return super().finish(gm, phase, compile_graph)
+    def see(step: StepGraph) -> None:
+        for node in step.nodes(Role.FULL):
+            record = require(node)
+            name = record.parameters[0].removeprefix(f"{record.unit}.")
+            seen.setdefault(step.phase, {}).setdefault(name, set()).add(node.meta["val"].dtype)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fsdp_compile.backend.Region", Watched)
+    with each_graph(see):
         compiled = _sharded(Model(), **sharding)
         with torch.autocast("cpu", dtype):
             loss = compiled(torch.arange(12).view(3, 4)).float().logsumexp(-1).mean()
@@ -86,7 +85,7 @@ def _sharded(model: nn.Module, **sharding: Any) -> Callable[..., torch.Tensor]:
     for block in model.blocks:  # type: ignore[union-attr]
         fully_shard(block, **sharding)
     fully_shard(model, **sharding)
-    return torch.compile(model, backend="fsdp", options={"lower": "eager"})
+    return compile_eagerly(model)
 
 
 @long.parametrize("dtype", [torch.bfloat16, torch.float16], always=[torch.bfloat16])
@@ -149,15 +148,13 @@ def _differ(name: str, dtype: torch.dtype) -> list[int]:
     return [place for place, pair in enumerate(zip(narrow, wide, strict=True)) if not torch.equal(*pair)]
 
 
-@long.parametrize("name", STRATEGIES, always=[])
-def test_training_gives_the_bits_of_gathering_what_is_stored(name: str) -> None:
-    ranks = 2 if name in ("resharded", "planned") else 4
-    assert run_ranks(_differ, name, torch.bfloat16, world_size=ranks) == [[]] * ranks
-
-
 @pytest.mark.long
-def test_float16_gives_the_bits_of_gathering_what_is_stored() -> None:
-    assert run_ranks(_differ, "resharded", torch.float16) == [[]] * 2
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, torch.bfloat16) for name in STRATEGIES), ("resharded", torch.float16)]
+)
+def test_training_gives_the_bits_of_gathering_what_is_stored(name: str, dtype: torch.dtype) -> None:
+    ranks = 2 if name in ("resharded", "planned") else 4
+    assert run_ranks(_differ, name, dtype, world_size=ranks) == [[]] * ranks
 
 
 def test_a_report_counts_the_bytes_that_are_sent() -> None:

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import fx, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import fully_shard, units
 from fsdp_compile.ir.graph import Phase, Role, StepGraph, require
 from fsdp_compile.lower import region
+from fsdp_compile.partition.partition import save_copies_of_updated_inputs
 from tests import long
 from tests.fake_world import fake_world
 from tests.models.kinds import WIDTH, Checkpointed, Frozen, Stack, StackOfThree
 from tests.numerics.one_process.measure import batches
 from tests.ranks import on_ranks, run_ranks
-from tests.two_sides import loss_of
+from tests.two_sides import compile_eagerly, loss_of
 
 ALIGNMENT_BYTES = 128
 
@@ -38,7 +41,7 @@ def _held_after_a_step() -> dict[str, int]:
     torch.manual_seed(0)
     model = Stack()
     full = sum(p.numel() * p.element_size() for p in model.parameters())
-    compiled = torch.compile(model, backend="fsdp", options={"lower": "eager"})
+    compiled = compile_eagerly(model)
     optimizer = torch.optim.AdamW(model.parameters())
     (batch,) = batches(1, 4)
     loss_of(compiled(batch)).backward()
@@ -86,7 +89,7 @@ class _Saved:
 
 def _saved_bytes(make: type[nn.Module], *, keep: bool) -> tuple[int, int]:
     model = fully_shard(make(), reshard_after_forward=not keep)
-    compiled = torch.compile(model, backend="fsdp", options={"lower": "eager"})
+    compiled = compile_eagerly(model)
     (batch,) = batches(1, 7)  # no activation has the shape of a parameter
     saved = _Saved(model)
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda t: t):
@@ -131,38 +134,47 @@ the one in front of it is waited for; those of its flat parameters and of their 
 units of what backward finds saved; a phase once for each of its graphs."""
 
 
-def sent(make: Callable[[], nn.Module], **options: Any) -> Sent:
-    torch._dynamo.reset()
-    seen: Sent = {}
+_ROLES = {
+    "flats": Role.FLAT,
+    "flat gradients": Role.FLAT_GRADIENT,
+    "gathers": Role.GATHER,
+    "reshards": Role.RESHARD,
+    "reduces": Role.REDUCE,
+}
+
+
+@contextmanager
+def each_graph(see: Callable[[StepGraph], object]) -> Iterator[None]:
+    """Shows each graph that is compiled inside of it, after the passes."""
 
     class Watched(region.Region):
         def finish(self, gm: Any, phase: Phase, compile_graph: Any) -> Any:
-            step = StepGraph(gm, phase)
-            seen.setdefault("saved", []).extend(require(n).unit for n in step.nodes(Role.SAVED_PARAM))
-            seen.setdefault(f"{phase.value} graphs", []).append(phase.value)
-            seen[f"{phase.value} flats"] = [require(n).unit for n in step.nodes(Role.FLAT)]
-            seen[f"{phase.value} flat gradients"] = [require(n).unit for n in step.nodes(Role.FLAT_GRADIENT)]
-            seen[f"{phase.value} reshards"] = [require(n).unit for n in step.nodes(Role.RESHARD)]
-            seen[f"{phase.value} gathers"] = [require(n).unit for n in step.nodes(Role.GATHER)]
-            seen[f"{phase.value} reduces"] = [require(n).unit for n in step.nodes(Role.REDUCE)]
-            seen[f"{phase.value} reduced"] = [name for n in step.nodes(Role.REDUCE) for name in require(n).parameters]
-            starts = list(step.nodes(Role.GATHER))
-            waits = {require(n).unit: n for n in reversed(list(step.nodes(Role.GATHER_WAIT)))}
-            before = [(waits[require(one).unit], following) for one, following in pairwise(starts)]
-            seen[f"{phase.value} ahead"] = [require(n).unit for wait, n in before if n < wait]
+            see(StepGraph(gm, phase))
             return super().finish(gm, phase, compile_graph)
 
-    from fsdp_compile import backend
+    with mock.patch("fsdp_compile.backend.Region", Watched):
+        yield
 
-    original, backend.Region = backend.Region, Watched  # type: ignore[misc]
-    try:
+
+def sent(make: Callable[[], nn.Module], **options: Any) -> Sent:
+    torch._dynamo.reset()
+    seen: Sent = {"saved": []}
+
+    def see(step: StepGraph) -> None:
+        phase = step.phase.value
+        seen["saved"] += [require(n).unit for n in step.nodes(Role.SAVED_PARAM)]
+        seen.setdefault(f"{phase} graphs", []).append(phase)
+        seen.update({f"{phase} {what}": [require(n).unit for n in step.nodes(role)] for what, role in _ROLES.items()})
+        seen[f"{phase} reduced"] = [name for n in step.nodes(Role.REDUCE) for name in require(n).parameters]
+        waits = {require(n).unit: n for n in reversed(list(step.nodes(Role.GATHER_WAIT)))}
+        before = [(waits[require(one).unit], following) for one, following in pairwise(step.nodes(Role.GATHER))]
+        seen[f"{phase} ahead"] = [require(n).unit for wait, n in before if n < wait]
+
+    with each_graph(see):
         (batch,) = batches(1, 7)
-        model = make()
-        loss = loss_of(torch.compile(model, backend="fsdp", options={"lower": "eager", **options})(batch))
+        loss = loss_of(compile_eagerly(make(), **options)(batch))
         if loss.requires_grad:
             loss.backward()
-    finally:
-        backend.Region = original  # type: ignore[misc]
     return seen
 
 
@@ -298,7 +310,7 @@ def _trained(kind: _Kind, lower: str) -> tuple[list[torch.Tensor], list[torch.Te
     torch.manual_seed(0)
     model, reference = kind(), kind()
     reference.load_state_dict(model.state_dict())
-    compiled = torch.compile(model, backend="fsdp", options={"lower": lower})
+    compiled = compile_eagerly(model, lower=lower)
     for batch in batches(2, 4):
         loss_of(compiled(batch)).backward()
         loss_of(reference.in_one_process(batch)).backward()
@@ -316,6 +328,25 @@ def test_models_may_update_the_buffers_that_they_read(lower: str) -> None:
     (kinds,) = run_ranks(_all_kinds, lower, world_size=1)
     for mine, theirs in kinds:
         torch.testing.assert_close(mine, theirs)
+
+
+def test_a_copy_has_one_name_in_both_graphs_also_where_backward_has_copies_of_its_own() -> None:
+    forward, backward = fx.Graph(), fx.Graph()
+    updated = forward.placeholder("primals_1")
+    updated.meta["val"] = torch.ones(2, device="meta")
+    doubled = forward.call_function(torch.ops.aten.mul.Tensor, (updated, 2))
+    forward.call_function(torch.ops.aten.copy_.default, (updated, doubled))
+    forward.output((doubled, updated))
+    saved = backward.placeholder("primals_1")
+    backward.output((backward.call_function(torch.ops.aten.clone.default, (saved,)),))
+
+    save_copies_of_updated_inputs(forward, backward, 1)
+
+    returned = forward.output_node().args[0]
+    assert isinstance(returned, tuple)
+    (found,) = backward.find_nodes(op="placeholder")
+    assert isinstance(returned[1], fx.Node)
+    assert found.name == returned[1].name != "primals_1"
 
 
 _drawn: list[torch.Tensor] = []
@@ -358,7 +389,7 @@ def test_operators_that_are_not_torchs_run_once() -> None:
         fully_shard(part)
     batch = torch.randn(4 * world, WIDTH).chunk(world)[rank]
     torch.manual_seed(1)  # the same noise on each rank, so that the second weight has one gradient
-    torch.compile(model, backend="fsdp", options={"lower": "eager"})(batch).square().mean().backward()
+    compile_eagerly(model)(batch).square().mean().backward()
     nn.functional.linear(torch.tanh(alone.first(batch)), alone.second.weight + _drawn[0]).square().mean().backward()
     for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
         dist.all_reduce(theirs.grad)

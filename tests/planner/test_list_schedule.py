@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_compile.planner.list_schedule import BudgetError, _shares_of_gathers, place
+from fsdp_compile.planner.list_schedule import BudgetError, _shares_of_gathers, place, replay
 from fsdp_compile.planner.problem import Gather, Problem, Reduction, Start, What
-from fsdp_compile.planner.replay import replay
 from tests.planner.problems import each_when_needed, live_bytes, play, problems
 
 
@@ -36,21 +35,13 @@ def test_a_plan_holds_what_it_says_and_never_more_than_the_budget(problem: Probl
     assert all(list(w) == sorted((r.ready, *w))[1:] for w, r in zip(plan.waits, problem.reductions, strict=True))
 
 
-@pytest.mark.long
-@given(problems(), st.integers(0, 20))
-@settings(max_examples=200, deadline=None)
-def test_the_time_it_states_is_what_another_simulator_finds(problem: Problem, extra: int) -> None:
-    plan = place(problem, budget_bytes=max(problem.least_live_bytes()) + extra)
-    assert plan.end_us == pytest.approx(play(problem, plan.issued, plan.waits))
-    assert plan.end_us >= plan.bound_us - 1e-9
-
-
 @given(problems(), st.integers(0, 20), st.sampled_from((1.0, 4.0)), st.sampled_from((1.0, 2.0, 8.0)))
 @settings(max_examples=100, deadline=None)
 def test_a_replay_on_any_link_is_what_another_simulator_finds(
     problem: Problem, extra: int, margin: float, slower: float
 ) -> None:
     plan = place(problem, budget_bytes=max(problem.least_live_bytes()) + extra, margin=margin)
+    assert plan.end_us == replay(problem, plan.issued, plan.waits)
     problem = problem.slower(slower)
     assert replay(problem, plan.issued, plan.waits) == pytest.approx(play(problem, plan.issued, plan.waits))
 
@@ -60,12 +51,11 @@ def test_a_margin_makes_a_plan_that_holds_on_a_slower_link() -> None:
     gathers = tuple(gather(2 * i, 2.0, free=2 * i + 2) for i in range(steps))
     reductions = tuple(Reduction(born=2 * i + 1, ready=2 * i + 2, size_bytes=1, stages_us=(2.0,)) for i in range(steps))
     problem = Problem((10.0,) * (2 * steps), gathers, reductions)
-    assert problem.link_us < problem.compute_us < problem.slower(8).link_us, "the estimate says that it hides easily"
     tuned, robust = (place(problem, budget_bytes=4, margin=margin) for margin in (1.0, 4.0))
     assert robust.end_us == pytest.approx(tuned.end_us)
     late, early = (replay(problem.slower(8), plan.issued, plan.waits) for plan in (tuned, robust))
     assert late > 1.05 * early
-    assert early == pytest.approx(problem.slower(8).link_us)
+    assert early == pytest.approx(8 * 2 * steps * 2.0)  # never idle; by the estimate it is, for four fifths of the time
 
 
 @given(problems(), st.integers(0, 20))
@@ -111,7 +101,6 @@ def test_no_gather_is_on_the_link_when_an_exchange_needs_it() -> None:
     plan = place(problem, budget_bytes=10, margin=4.0)
     assert plan.starts == (0, 2), "the first is over when the exchange begins, the second would not be"
     assert plan.end_us == problem.compute_us == 40.0
-    assert problem.link_us == 18.0
 
 
 def test_an_exchange_waits_for_what_is_on_the_link() -> None:
@@ -147,13 +136,6 @@ def test_a_budget_that_no_plan_keeps_is_refused_with_the_least_that_one_does() -
     assert (caught.value.least_bytes, caught.value.step) == (7, 1)
 
 
-def test_what_cannot_be_hidden_is_in_the_bound() -> None:
-    first = gather(0, 7.0)
-    last = Reduction(born=1, ready=2, size_bytes=1, stages_us=(3.0,))
-    problem = Problem((10.0, 10.0), (first,), (last,))
-    assert problem.bound_us == place(problem, budget_bytes=10).end_us == 30.0
-
-
 def copied_gather(need: int) -> Gather:
     return Gather(need=need, free=need + 1, size_bytes=4, time_us=10.0, sent_bytes=1, copy_us=10.0, copy_bytes=1)
 
@@ -178,15 +160,12 @@ def test_copies_are_in_the_budget() -> None:
 def test_a_slow_bus_is_what_bounds_a_plan() -> None:
     slow = [dataclasses.replace(copied_gather(i), copy_us=50.0) for i in range(4)]
     plan = place(Problem((10.0,) * 4, tuple(slow), ()), budget_bytes=100)
-    assert plan.bound_us == 200.0
     assert plan.end_us == 4 * 50.0 + 10.0 + 10.0, "the last gather and its step come after all copies"
     back = Reduction(born=0, ready=1, size_bytes=1, stages_us=(5.0,), copy_us=70.0)
     assert place(Problem((10.0,), (), (back,)), budget_bytes=100).end_us == 10.0 + 5.0 + 70.0
 
 
-def test_what_queues_before_a_need_and_after_a_gradient_is_in_the_bound() -> None:
+def test_what_queues_before_a_need_and_after_a_gradient_takes_its_time() -> None:
     gathers = (gather(0, 7.0), gather(1, 9.0))
     reductions = tuple(Reduction(born=i, ready=i + 1, size_bytes=1, stages_us=(12.0,)) for i in (0, 1))
-    problem = Problem((10.0, 10.0), gathers, reductions)
-    assert problem.bound_us == (7 + 10) + (12 + 12) == place(problem, budget_bytes=10).end_us
-    assert problem.slower(2).bound_us == max((14 + 18) + 10 + 24, (14 + 10) + 24 + 24, 2 * 40)
+    assert place(Problem((10.0, 10.0), gathers, reductions), budget_bytes=10).end_us == (7 + 10) + (12 + 12)

@@ -22,7 +22,7 @@ from tests.models.kinds import WIDTH, Slim
 from tests.numerics.one_process.strategies import STRATEGIES
 from tests.ranks import on_ranks
 from tests.streams.model import StreamError, StreamInterpreter, StreamModel
-from tests.two_sides import loss_of
+from tests.two_sides import compile_eagerly, loss_of
 
 _C10D = torch.ops._c10d_functional
 _GATHER = _C10D.all_gather_into_tensor_coalesced.default
@@ -59,8 +59,8 @@ def _train(arguments: dict[str, Any], options: dict[str, Any], edit: Edit, *, in
     optimizer = torch.optim.AdamW(model.parameters())
     if in_backward:
         optimizer = step_in_backward(optimizer)
-    with host_apart(), _under_the_model(edit) as streams:
-        compiled = torch.compile(model, backend="fsdp", options={"lower": "eager", **options})
+    with _under_the_model(edit) as streams:
+        compiled = compile_eagerly(model, **options)
         for _ in range(2):
             with contextlib.nullcontext() if in_backward else no_sync(model):
                 loss_of(compiled(torch.randn(4, WIDTH))).backward()
