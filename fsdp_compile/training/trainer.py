@@ -23,7 +23,7 @@ from fsdp_compile.errors import ConfigError, FSDPCompileError, RankMismatchError
 from fsdp_compile.explain.step_profile import profile_step
 from fsdp_compile.sharding.fully_shard import fully_shard
 from fsdp_compile.training import metrics
-from fsdp_compile.training.checkpoint import SaveMode, Saves, load_checkpoint
+from fsdp_compile.training.checkpoint import Saves, load_checkpoint
 from fsdp_compile.training.config import MixedPrecision, OnNonFinite
 from fsdp_compile.training.data import Corpus, draw_batch, read_corpus
 from fsdp_compile.training.job import METRICS, Job, lock_run
@@ -86,8 +86,8 @@ class Trainer:
         self.compiled = torch.compile(self.model, backend="fsdp")
         # A plain model is sharded at its first call; this optimizer gets the sharded parameters at its next step.
         self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=BETAS, weight_decay=options.weight_decay)
-        mode = SaveMode.BACKGROUND if options.async_checkpoints else SaveMode.WAIT
-        self.saves = Saves(job.checkpoints, world, keep=options.keep_checkpoints, mode=mode)
+        in_background = options.async_checkpoints
+        self.saves = Saves(job.checkpoints, world, keep=options.keep_checkpoints, in_background=in_background)
 
     def run(self) -> None:
         """Train from the newest checkpoint, or the first step, to the last step."""

@@ -19,7 +19,7 @@ from torch import nn
 
 from fsdp_compile.errors import CheckpointError, ConfigError
 from fsdp_compile.formats.checkpoint import Checkpoint, Format, open_checkpoint, verify_checkpoint
-from fsdp_compile.formats.convert import ConvertOptions, Others, convert_checkpoint
+from fsdp_compile.formats.convert import ConvertOptions, convert_checkpoint
 from tests import long
 from tests.formats.samples import assert_same, save_sharded, save_steps, state
 from tests.models.outlines import MixedKinds
@@ -208,7 +208,7 @@ def test_what_has_no_place_is_left_out_by_name(tmp_path: Path) -> None:
     torch.save({"weight": torch.ones(2), "epoch": 3}, tmp_path / "a.pt")
     with pytest.raises(ConfigError, match="epoch is no tensor"):
         convert_checkpoint(tmp_path / "a.pt", tmp_path / "b.safetensors", SAFETENSORS)
-    options = replace(SAFETENSORS, others=Others.DROP)
+    options = replace(SAFETENSORS, drop_others=True)
     written, left_out = convert_checkpoint(tmp_path / "a.pt", tmp_path / "b.safetensors", options)
     assert (list(written), left_out) == (["weight"], ["epoch"])
     assert_same(load_file(tmp_path / "b.safetensors"), {"weight": torch.ones(2)})

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_compile import fully_shard
 from fsdp_compile.cli.main import main
 from fsdp_compile.errors import CheckpointError
-from fsdp_compile.formats.checkpoint import Finite, Format, open_checkpoint, verify_checkpoint
+from fsdp_compile.formats.checkpoint import Format, open_checkpoint, verify_checkpoint
 from fsdp_compile.formats.convert import ConvertOptions, convert_checkpoint
 from tests.formats.samples import save_sharded, save_steps
 from tests.ranks import run_ranks
@@ -187,7 +187,7 @@ DAMAGE: dict[str, tuple[str, str, Callable[[Path], Any], str]] = {
     "a place that is taken": ("dcp", ".metadata", _contradict, "the place of model.scale is "),
     "step, flipped": ("steps/step-000002", "__0_0.distcp", _flip, "the contents of {file} have changed: its SHA-256"),
     "step, without file": ("steps/step-000002", "__1_0.distcp", Path.unlink, "cannot read {file}: No such file"),
-    "step, marker cut off": ("steps/step-000002", "complete.json", _truncate, "{file} is damaged: JSONDecodeError"),
+    "step, marker cut off": ("steps/step-000002", "complete.json", _truncate, "cannot read {file}: JSONDecodeError"),
     "torch, cut off": ("model.pt", "", _truncate, "{file} is cut off, or no file of torch.save"),
     "torch, flipped": (
         "model.pt",
@@ -251,7 +251,7 @@ def test_values_that_are_not_finite_are_found_if_asked_for(value: float, dtype: 
     torch.save({"fine": torch.ones(2), "count": torch.tensor(3), "weight": weight.to(dtype)}, tmp_path / "a.pt")
     verify_checkpoint(tmp_path / "a.pt")
     with pytest.raises(CheckpointError, match=rf"weight in {tmp_path}/a.pt has values that are not finite"):
-        verify_checkpoint(tmp_path / "a.pt", Finite.REQUIRE)
+        verify_checkpoint(tmp_path / "a.pt", finite=True)
 
 
 def _save_local(folder: Path) -> None:

@@ -14,7 +14,6 @@ import pytest
 
 from fsdp_compile.errors import CheckpointError, ConfigError
 from fsdp_compile.formats.files import MARKER
-from fsdp_compile.training.checkpoint import SaveMode
 from fsdp_compile.training.checkpoint_folder import CheckpointFolder
 from tests import long
 from tests.ranks import run_ranks
@@ -238,18 +237,18 @@ def _save_to_a_full_disk(folder: Path, full: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("mode", SaveMode)
-def test_values_that_are_not_finite_are_not_saved(tmp_path: Path, mode: SaveMode) -> None:
-    (message,) = set(run_ranks(_save_nan, tmp_path, mode))
+@pytest.mark.parametrize("in_background", [False, True])
+def test_values_that_are_not_finite_are_not_saved(tmp_path: Path, in_background: bool) -> None:  # noqa: FBT001
+    (message,) = set(run_ranks(_save_nan, tmp_path, in_background=in_background))
     assert message == "model.weight has values on rank 1 that are not finite, so that no checkpoint is written"
     assert names(tmp_path) == ["step-000001"]
 
 
-def _save_nan(folder: Path, mode: SaveMode) -> str:
+def _save_nan(folder: Path, *, in_background: bool) -> str:
     run = SmallRun(folder)
     run.step_and_save(1)
     run.step(2)
     run.spoil()
     with pytest.raises(CheckpointError) as caught:
-        run.save(2, mode=mode)
+        run.save(2, in_background=in_background)
     return caught.value.what

@@ -72,16 +72,6 @@ def test_a_run_is_done_if_its_last_checkpoint_is_what_was_written(run: Path) -> 
         assert f"; the contents of {run / CHECKPOINTS}/step-00000{step}/shard have changed" in message
 
 
-def test_a_run_of_an_earlier_version_is_told_from_a_damaged_one(run: Path) -> None:
-    written = json.loads((run / CONFIG).read_text())
-    del written["run"]
-    (run / CONFIG).write_text(json.dumps(written))
-    message = _refused(run)
-    assert message.startswith(f"the run in {run} was started by an earlier version of fsdp_compile")
-    assert f"torch.distributed.checkpoint reads {run / CHECKPOINTS}" in message
-    assert "damaged" not in message
-
-
 @pytest.mark.parametrize("text", ["", "[]", "3", "{}", '{"run": "this"}', "[" * 100_000, '{"options": 3, "run": ""}'])
 def test_a_damaged_configuration_is_named(text: str, run: Path) -> None:
     (run / CONFIG).write_text(text)
@@ -114,8 +104,7 @@ def test_ranks_that_are_started_again_find_their_own_run_and_no_other(run: Path)
     for other in ("", "/tmp/reports/run_b"):
         with pytest.raises(ConfigError, match=f"there is a run in {run} already"):
             _started_again(run, other)
-    # One that no launcher began, or an earlier version, which did not write who did.
-    for unknown in ({"launcher": ""}, {}):
+    for unknown in ({"launcher": ""}, {}):  # one that no launcher began
         written = json.loads((run / CONFIG).read_text())
         del written["launcher"]
         (run / CONFIG).write_text(json.dumps(written | unknown))

@@ -25,7 +25,6 @@ from fsdp_compile.training.metrics import (
     Record,
     append_record,
     drop_records_after,
-    held_out_losses,
     plot_records,
     read_records,
     summary,
@@ -68,10 +67,6 @@ def test_a_last_line_that_was_cut_off_is_measured_again(tmp_path: Path) -> None:
     path.write_text(path.read_text()[:-10])
     drop_records_after(path, 3)
     assert read_records(path) == RECORDS[:3]
-
-
-def test_held_out_losses_come_with_their_steps() -> None:
-    assert held_out_losses(RECORDS) == [(2, 4.0)]
 
 
 def test_a_last_loss_that_is_not_finite_is_not_that_of_an_earlier_step() -> None:
