@@ -28,7 +28,7 @@ from fsdp_compile.training.config import MixedPrecision, OnNonFinite
 from fsdp_compile.training.data import Corpus, draw_batch, read_corpus
 from fsdp_compile.training.job import METRICS, Job, lock_run
 from fsdp_compile.training.metrics import Board, Display, Record
-from fsdp_compile.training.model import Llama, ModelShape, generate
+from fsdp_compile.training.model import Llama, ModelShape
 
 BETAS = (0.9, 0.95)
 
@@ -225,15 +225,9 @@ class Trainer:
 
     def _finish(self) -> None:
         folder, say = self.job.folder, self.display.say
-        # On every rank, since each byte gathers parameters.
-        text = generate(self.model, self.options, self.world.device)
         self._say_once(self.saves.wait())
         if self.world.rank != 0:
             return
-        if self.options.sample_bytes:
-            sample = folder / "sample.txt"
-            sample.write_text(text, encoding="utf-8")
-            say(f"---- sample, {sample} ----\n{text}\n----")
         records = metrics.read_records(folder / METRICS)
         if metrics.plot_records(records, plot := folder / "metrics.png"):
             say(f"curves: {plot}")

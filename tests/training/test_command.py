@@ -36,7 +36,6 @@ def _check_run(run: Path, out: str) -> None:
     assert before == pytest.approx(records[0]["held_out_loss"], abs=6e-4)
     assert after == pytest.approx(records[-1]["held_out_loss"], abs=6e-4)
     assert (run / "metrics.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    assert (run / "sample.txt").read_text().startswith("def ")
     assert _checkpoints(run) == ["step-000004", "step-000006"]
 
 

@@ -37,18 +37,12 @@ RISE_AND_FALL = TrainConfig(steps=100, learning_rate=0.008, warmup_ratio=0.2, fi
         ({"log_every": 0}, "--log-every"),
         ({"eval_batches": 0}, "--eval-batches"),
         ({"checkpoint_every": 0}, "--checkpoint-every"),
-        ({"temperature": -1.0}, "--temperature"),
-        ({"prompt": ""}, "--prompt"),
     ],
 )
 def test_an_impossible_value_is_refused_where_it_was_given(options: dict[str, Any], place: str) -> None:
     with pytest.raises(ConfigError) as caught:
         TrainConfig(**options)
     assert f"\n  where: {place}\n  instead: " in str(caught.value)
-
-
-def test_no_prompt_is_needed_where_no_sample_is_wanted() -> None:
-    assert TrainConfig(prompt="", sample_bytes=0).sample_bytes == 0
 
 
 def test_every_option_has_a_default_and_a_line_of_help() -> None:

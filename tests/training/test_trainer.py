@@ -33,7 +33,7 @@ TEXT = b"every rank holds a shard of every weight. " * 40
 
 
 def _job(folder: Path, options: dict[str, Any], text: Path, ranks: int) -> Job:
-    config = TrainConfig(**TINY | {"data": str(text), "log_every": 1, "eval_batches": 1, "sample_bytes": 3} | options)
+    config = TrainConfig(**TINY | {"data": str(text), "log_every": 1, "eval_batches": 1} | options)
     begun_with = read_corpus(config.data, config.seq_len).fingerprint
     run = Run(options=config, text_fingerprint=begun_with, run="this")
     return Job(run=run, folder=folder / "run", ranks=ranks, device=DeviceKind.CPU)
@@ -93,11 +93,9 @@ def test_a_profiled_run_draws_its_third_step(tmp_path: Path) -> None:
 
 
 def test_without_matplotlib_a_line_says_how_to_get_the_curve(tmp_path: Path) -> None:
-    (shown,) = run_ranks(_train, tmp_path, {"sample_bytes": 0}, matplotlib=False, world_size=1)
+    (shown,) = run_ranks(_train, tmp_path, {}, matplotlib=False, world_size=1)
     assert "no curves without matplotlib: pip install 'fsdp-compile[plot]'\n" in shown
-    assert "sample" not in shown
     assert not (tmp_path / "run" / "metrics.png").exists()
-    assert not (tmp_path / "run" / "sample.txt").exists()
 
 
 def test_a_loss_that_is_no_number_ends_the_run(tmp_path: Path) -> None:
