@@ -48,8 +48,7 @@ if TYPE_CHECKING:
         shard_full_optim_state_dict,
         sharded_optim_state_dict,
     )
-    from fsdp_compile.state.full_params import full_params
-    from fsdp_compile.state.full_tensors import full_tensors
+    from fsdp_compile.state.full_params import full_params, full_tensors
     from fsdp_compile.state.optim_state import optim_state_dict, optim_state_dict_to_load
 
 __all__ = [
@@ -116,7 +115,7 @@ _HOMES: Final = {
     "fsdp": "fsdp_compile.backend",
     "full_optim_state_dict": "fsdp_compile.state.fsdp1_optim_state",
     "full_params": "fsdp_compile.state.full_params",
-    "full_tensors": "fsdp_compile.state.full_tensors",
+    "full_tensors": "fsdp_compile.state.full_params",
     "fully_shard": "fsdp_compile.sharding.fully_shard",
     "materialize": "fsdp_compile.sharding.materialize",
     "no_sync": "fsdp_compile.fsdp2.accumulation",

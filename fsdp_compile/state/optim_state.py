@@ -27,7 +27,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Adafactor, Optimizer
 
 from fsdp_compile._torch.tensors import local_tensor, make_dtensor, tree_leaves, tree_map
-from fsdp_compile.errors import ConfigError, RankMismatchError
+from fsdp_compile.comm import alike
+from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2.shards import (
     full_value,
     is_first,
@@ -88,7 +89,7 @@ def optim_state_dict(
     if unknown:
         raise ConfigError(f"the state dict has state of parameter {unknown[0]}, which the optimizer lacks", where=where)
     entries = {name: by_name.pop(name) for name in named.parameters if name in by_name} | by_name
-    _compare(entries, target)
+    _require_alike(entries, target)
     receives = not target.rank0_only or target.is_first()
     state = {}
     for name, value in entries.items():
@@ -207,35 +208,31 @@ def _leaves(state: Any) -> Iterator[tuple[object, Any]]:
     return ((key, leaf) for key in sorted(held, key=str) for leaf in tree_leaves(held[key]))
 
 
-def _compare(entries: Mapping[str, Any], target: Target) -> None:
+def _require_alike(entries: Mapping[str, Any], target: Target) -> None:
     """Raises `RankMismatchError` on all ranks if ranks differ in what is not sharded."""
-    known = target.named.parameters
-    said: dict[Any, Any] = {}
+    described: dict[str, str] = {}
     for name, state in entries.items():
-        if isinstance(known.get(name), DTensor):
-            said |= {(name, str(key), number): _text(leaf) for number, (key, leaf) in enumerate(_leaves(state))}
-    text = repr(sorted(said.items()))
-    if len(union({text if len(text) < 64 else hash_of(text): True}, target.meshes)) == 1:
-        return
-    everything = union(dict.fromkeys(said.items(), True), target.meshes)
-    differ = sorted({f"{key!r} of {name}" for (name, key, _), _ in everything.keys() - said.items()})
-    raise RankMismatchError(
-        "ranks have different optimizer state: " + ("; ".join(differ[:5]) or "another rank lacks some of this one's"),
+        if isinstance(target.named.parameters.get(name), DTensor):
+            for key, leaf in _leaves(state):
+                title = f"{key!r} of {name}"
+                described[title] = f"{described[title]}, {_text(leaf)}" if title in described else _text(leaf)
+    alike.require(
+        described,
+        [mesh.get_group(dim) for mesh in target.meshes for dim in reversed(range(mesh.ndim))],
+        torch.device(target.meshes[0].device_type),
+        what="optimizer state",
         where=target.where,
         instead="the same steps of the same optimizer on every rank",
     )
-
-
-def hash_of(text: str) -> str:
-    """A short text in the place of a long one."""
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _text(leaf: Any) -> str:
     if isinstance(leaf, DTensor):
         return f"sharded {leaf.dtype}"
     if isinstance(leaf, torch.Tensor):
-        return f"{leaf.dtype} {tuple(leaf.shape)} {hash_of(repr(leaf.detach().cpu().tolist()))}"
+        values = repr(leaf.detach().cpu().tolist())
+        shown = values if leaf.dim() == 0 else f"{tuple(leaf.shape)} {hashlib.sha256(values.encode()).hexdigest()}"
+        return f"{leaf.dtype} {shown}"
     return repr(leaf) if isinstance(leaf, bool | int | float | str | None) else type(leaf).__name__
 
 

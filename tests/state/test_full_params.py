@@ -14,8 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile.errors import ConfigError, RankMismatchError
-from fsdp_compile.state.full_params import full_params
-from fsdp_compile.state.full_tensors import full_tensors
+from fsdp_compile.state.full_params import full_params, full_tensors
 from tests import long
 from tests.fsdp2.models import batch, made, mesh_of, sharded
 from tests.ranks import on_ranks, run_ranks

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2.shards import own_part, shard_like
-from fsdp_compile.state.full_tensors import full_tensors
+from fsdp_compile.state.full_params import full_tensors
 from tests import long
 from tests.fsdp2.models import batch, local, made, mesh_of, sharded
 from tests.ranks import on_ranks, run_ranks
