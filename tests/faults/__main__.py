@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 import tempfile
@@ -23,7 +24,7 @@ def row(fault: Fault, outcomes: Sequence[Outcome]) -> str:
     measured = [outcome.ended_s for outcome in outcomes if outcome.ended_s is not None]
     slowest = f"{max(measured):.1f} s" if len(measured) == len(outcomes) else "not ended"
     of = f"of {len(outcomes)}"
-    return f"| {fault.name} | {fault.way} | {fault.start} | {in_time} {of} | {slowest} | {named} {of} |"
+    return f"| {fault.name} | {fault.start} | {in_time} {of} | {slowest} | {named} {of} |"
 
 
 def load(file: Path) -> Outcomes:
@@ -36,9 +37,13 @@ def load(file: Path) -> Outcomes:
 
 def save(file: Path, outcomes: Outcomes) -> None:
     """Writes outcomes where `load` finds them."""
-    lines = (
-        f"{json.dumps(fault)}: {json.dumps([_without_output(one) for one in runs])}" for fault, runs in outcomes.items()
-    )
+    lines = []
+    for fault, runs in outcomes.items():
+        kept = [dataclasses.asdict(one) for one in runs]
+        for one in kept:
+            del one["output"]
+            one["ended_s"] = None if one["ended_s"] is None else round(one["ended_s"], 2)
+        lines.append(f"{json.dumps(fault)}: {json.dumps(kept)}")
     text = "{\n" + ",\n".join(lines) + "\n}\n"
     written = file.with_name(f"{file.name}.new")
     written.write_text(text)
@@ -72,16 +77,18 @@ def main() -> int:
             with tempfile.TemporaryDirectory(prefix="fsdp-compile-fault-") as folder:
                 known.append(run(fault, Path(folder)))
             print(f"{number + 1}: {row(fault, known[-1:])}", file=sys.stderr, flush=True)
-            if not _is_good(known[-1]):
-                _keep(known[-1], arguments.outputs, f"{fault}-{number}".replace(" ", "-").replace(",", ""))
+            if not _is_good(known[-1]) and arguments.outputs is not None:
+                arguments.outputs.mkdir(parents=True, exist_ok=True)
+                kept = arguments.outputs / f"{fault}-{number}".replace(" ", "-").replace(",", "")
+                kept.write_text(f"{known[-1].output}\nended after {known[-1].ended_s} s\n")
             if arguments.add_to is not None:
                 save(arguments.add_to, outcomes)
     return _print(chosen, outcomes)
 
 
 def _print(chosen: Sequence[Fault], outcomes: Outcomes) -> int:
-    print(f"| fault | model | started by | ended within {ENDS_WITHIN_S:g} s | slowest | cause named |")
-    print("|---|---|---|---|---|---|")
+    print(f"| fault | started by | ended within {ENDS_WITHIN_S:g} s | slowest | cause named |")
+    print("|---|---|---|---|---|")
     for fault in chosen:
         print(row(fault, outcomes[str(fault)]))
     counted = [_is_good(outcome) for fault in chosen for outcome in outcomes[str(fault)]]
@@ -91,17 +98,6 @@ def _print(chosen: Sequence[Fault], outcomes: Outcomes) -> int:
 
 def _is_good(outcome: Outcome) -> bool:
     return outcome.is_in_time and outcome.named
-
-
-def _without_output(outcome: Outcome) -> dict[str, float | bool | None]:
-    ended_s = None if outcome.ended_s is None else round(outcome.ended_s, 2)
-    return {"ended_s": ended_s, "failed": outcome.failed, "named": outcome.named}
-
-
-def _keep(outcome: Outcome, folder: Path | None, name: str) -> None:
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(f"{outcome.output}\nended after {outcome.ended_s} s, failed: {outcome.failed}\n")
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def run(fault: Fault, folder: Path) -> Outcome:
 
 
 def _arguments(fault: Fault) -> list[str]:
-    return [_PROGRAM, fault.name, fault.way, str(TIMEOUT_S)]
+    return [_PROGRAM, fault.name, str(TIMEOUT_S)]
 
 
 def _run_alone(fault: Fault, folder: Path) -> Outcome:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from tests import long
 from tests.faults.__main__ import load, row, save
-from tests.faults.listed import FAULTS, Fault, Start, Way
+from tests.faults.listed import FAULTS, Fault, Start
 from tests.faults.run import ENDS_WITHIN_S, Outcome, run
 
-ALWAYS = [f for f in FAULTS if (f.name, f.way, f.start) == ("killed later", Way.COMPILED, Start.ALONE)]
+ALWAYS = [f for f in FAULTS if (f.name, f.start) == ("killed later", Start.ALONE)]
 
 
 @long.parametrize("fault", FAULTS, always=ALWAYS, ids=str)

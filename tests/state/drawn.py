@@ -35,9 +35,10 @@ from fsdp_compile import (
     units,
 )
 from tests.fsdp2.decoder import VOCABULARY, Decoder, Tied, cross_entropy, gathered_by_hooks
+from tests.fsdp2.models import assert_same
 from tests.numerics.fsdp2.options import LAYOUTS
 from tests.pairwise import Row, Value
-from tests.state.optim_models import all_values, assert_same
+from tests.state.optim_models import all_values
 from tests.two_sides import mean_over_ranks, share
 
 

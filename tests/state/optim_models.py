@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn, optim
-from torch.distributed.tensor import DTensor
 
-from fsdp_compile import flat_step, full_tensors, fully_shard, step_in_backward, whole_step
+from fsdp_compile import flat_step, full_tensors, fully_shard, whole_step
 from tests.fsdp2.models import mesh_of
 from tests.models.outlines import MixedKinds
 from tests.two_sides import compile_eagerly, whole
@@ -18,8 +17,8 @@ from tests.two_sides import compile_eagerly, whole
 OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
     "AdamW": lambda groups: optim.AdamW(groups, lr=0.05, amsgrad=True),
     "flat AdamW": lambda groups: flat_step(optim.AdamW(groups, lr=0.05)),
-    "SGD in backward": lambda groups: step_in_backward(optim.SGD(groups, lr=0.05, momentum=0.9)),
     "whole Adafactor": lambda groups: whole_step(optim.Adafactor(groups, lr=0.05)),
+    "SGD": lambda groups: optim.SGD(groups, lr=0.05, momentum=0.9),
 }
 
 
@@ -50,20 +49,11 @@ def optimizer_of(model: Any, name: str) -> optim.Optimizer:
     first = [model.scale, model.frozen, *model.norm.parameters()]
     known = {id(p) for p in first}
     others = [p for p in model.parameters() if id(p) not in known]
-    plain = OPTIMIZERS[name]
-    if not any(isinstance(p, DTensor) for p in model.parameters()):  # the same numbers without us
-        plain = lambda groups: type(OPTIMIZERS[name](groups))(groups, **_settings(name))  # noqa: E731
-    return plain([{"params": first, "lr": 0.01}, {"params": others}])
-
-
-def _settings(name: str) -> dict[str, Any]:
-    return {"AdamW": {"lr": 0.05, "amsgrad": True}, "SGD in backward": {"lr": 0.05, "momentum": 0.9}}.get(
-        name, {"lr": 0.05}
-    )
+    return OPTIMIZERS[name]([{"params": first, "lr": 0.01}, {"params": others}])
 
 
 def train(model: nn.Module, optimizer: optim.Optimizer, steps: int = 2) -> None:
-    called = compile_eagerly(model) if any(isinstance(p, DTensor) for p in model.parameters()) else model
+    called = compile_eagerly(model)
     for seed in range(steps):
         batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
         called(batch).square().mean().backward()
@@ -82,13 +72,3 @@ def all_values(model: Any, optimizer: optim.Optimizer) -> dict[str, Any]:
         settings = {k: list(v) if isinstance(v, tuple) else v for k, v in group.items() if k != "params"}
         found[f"group {number}"] = (settings, [names[p] for p in group["params"]])
     return found
-
-
-def assert_same(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
-    assert mine.keys() == theirs.keys()
-    for name, value in theirs.items():
-        if isinstance(value, torch.Tensor):
-            assert mine[name].dtype == value.dtype, name
-            assert torch.equal(whole(mine[name]), whole(value)), name
-        else:
-            assert mine[name] == value, (name, mine[name], value)

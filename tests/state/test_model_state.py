@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -21,11 +22,13 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from fsdp_compile import full_tensors, fully_shard, optim_state_dict
+from fsdp_compile import full_tensors, fully_shard, materialize, optim_state_dict
 from fsdp_compile.fsdp2.shards import local_of
+from tests.fsdp2.models import assert_same, mesh_of
+from tests.models.meta import on_meta
 from tests.models.outlines import Odd
 from tests.ranks import on_ranks, run_ranks
-from tests.state.optim_models import assert_same, kinds, optimizer_of, sharded, train
+from tests.state.optim_models import kinds, optimizer_of, sharded, train
 from tests.two_sides import Run, compile_eagerly, whole
 
 State = dict[str, Any]
@@ -156,3 +159,22 @@ def _check_patched(folder: str) -> None:
 
 def test_methods_that_torch_has_replaced(tmp_path: Path) -> None:
     run_ranks(_check_patched, str(tmp_path))
+
+
+def _load_from_rank_0(mesh: tuple[int, ...], *, meta: bool) -> None:
+    """Torch sends the full state dict of rank 0; a tied weight stays tied also where torch assigns names one by one."""
+    state = copy.deepcopy(kinds().state_dict())
+    plain = on_meta(kinds) if meta else kinds(seed=1)
+    model: Any = fully_shard(plain, mesh=mesh_of(mesh))
+    given = dict(state) if dist.get_rank() == 0 else {}  # torch replaces its values
+    set_model_state_dict(model, given, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    if meta:
+        materialize(model, param_init_fn=lambda module: hasattr(module, "scratch") and module.scratch.fill_(1))
+    assert_same(_values(model), state)
+    assert model(torch.ones(4, 6)).isfinite().all()
+    assert model.tied.weight is model.first.weight
+
+
+@pytest.mark.parametrize(("mesh", "meta"), [((2,), False), ((2,), True), ((2, 2), True)])
+def test_torch_sends_the_state_dict_of_rank_0(mesh: tuple[int, ...], meta: bool) -> None:  # noqa: FBT001
+    run_ranks(_load_from_rank_0, mesh, meta=meta, world_size=torch.Size(mesh).numel())

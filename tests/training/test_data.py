@@ -104,11 +104,6 @@ def test_the_fingerprint_is_that_of_the_text(tmp_path: Path) -> None:
     assert read_corpus(str(file), 4).fingerprint != first
 
 
-def test_a_path_that_does_not_exist_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no file or folder"):
-        read_corpus(str(tmp_path / "nothing"), 4)
-
-
 def test_links_that_lead_nowhere_are_no_text(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(b"x" * 200)
     (tmp_path / "broken").symlink_to(tmp_path / "nothing")
