@@ -150,6 +150,11 @@ def test_methods_that_torch_has_replaced(tmp_path: Path) -> None:
     run_ranks(_check_patched, str(tmp_path))
 
 
+def _fill_scratch(module: Any) -> None:
+    if hasattr(module, "scratch"):
+        module.scratch.fill_(1)
+
+
 def _load_from_rank_0(mesh: tuple[int, ...], *, meta: bool) -> None:
     """Torch sends the full state dict of rank 0; a tied weight stays tied also where torch assigns names one by one."""
     state = copy.deepcopy(kinds().state_dict())
@@ -158,7 +163,7 @@ def _load_from_rank_0(mesh: tuple[int, ...], *, meta: bool) -> None:
     given = dict(state) if dist.get_rank() == 0 else {}  # torch replaces its values
     set_model_state_dict(model, given, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
     if meta:
-        materialize(model, param_init_fn=lambda module: hasattr(module, "scratch") and module.scratch.fill_(1))
+        materialize(model, param_init_fn=_fill_scratch)
     assert_same(_values(model), state)
     assert model(torch.ones(4, 6)).isfinite().all()
     assert model.tied.weight is model.first.weight

@@ -44,23 +44,18 @@ def _world() -> World:
 
 
 def _train(folder: Path, options: dict[str, Any], *, matplotlib: bool = True, same_text: bool = True) -> str:
-    """Train in a new folder; returns what this rank showed."""
+    """Begin the run in a folder op by op, or go on with it; returns what this rank showed."""
     world = _world()
     text = folder / f"text-{world.rank}"
     text.write_bytes(TEXT if same_text or world.rank == 0 else TEXT[::-1])
-    with pytest.MonkeyPatch.context() as patch:
-        if not matplotlib:
-            patch.setattr("fsdp_compile.training.metrics.find_spec", lambda _name: None)
-        return _shown(_job(folder, options, text, world.size), world)
-
-
-def _shown(job: Job, world: World) -> str:
-    """Run a job op by op; returns what this rank showed."""
-    shown = io.StringIO()
+    job = _job(folder, options, text, world.size)
     of_first = world.gather(job.run.text_fingerprint)[0]
     job = replace(job, run=replace(job.run, text_fingerprint=of_first))
+    shown = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(shown):
         patch.setattr(torch, "compile", functools.partial(torch.compile, options={"lower": "eager"}))
+        if not matplotlib:
+            patch.setattr("fsdp_compile.training.metrics.find_spec", lambda _name: None)
         train(job, world)
     return shown.getvalue()
 
@@ -106,20 +101,17 @@ def test_a_loss_that_is_no_number_ends_the_run(tmp_path: Path) -> None:
 
 def _train_with_nan(folder: Path, on_nonfinite: str, *steps: int) -> tuple[str, str]:
     """Train where the loss of rank 1 is not a number in some steps; returns what was shown, or the error."""
-    world = _world()
-    text = folder / f"text-{world.rank}"
-    text.write_bytes(TEXT)
     loss_of = Trainer._loss
 
     def spoil(self: Trainer, blocks: torch.Tensor, key: str | int) -> torch.Tensor:
         loss = loss_of(self, blocks, key)
-        return loss * float("nan") if key in steps and world.rank == 1 else loss
+        return loss * float("nan") if key in steps and self.world.rank == 1 else loss
 
     options = {"on_nonfinite": on_nonfinite, "steps": 5, "checkpoint_every": 1, "eval_every": 5}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "_loss", spoil)
         try:
-            return _shown(_job(folder, options, text, world.size), world), ""
+            return _train(folder, options), ""
         except FSDPCompileError as error:
             return "", str(error)
 
@@ -162,12 +154,6 @@ def _measured(folder: Path) -> list[list[float | None]]:
     return [[getattr(record, name) for name in MEASURED] for record in records]
 
 
-def _resume(folder: Path, options: dict[str, Any]) -> str:
-    """Go on after step 2."""
-    world = _world()
-    return _shown(_job(folder, options, folder / "text-0", world.size), world)
-
-
 RESUMED = {"steps": 4, "batch_size": 12, "checkpoint_every": 1, "keep_checkpoints": 4, "eval_every": 1}
 
 
@@ -202,7 +188,7 @@ def test_a_resumed_run_goes_on_as_if_uninterrupted(
     ranks: int, replicas: int, uninterrupted: Path, tmp_path: Path
 ) -> None:
     again = _interrupted(uninterrupted, tmp_path / "again")
-    shown, *_ = run_ranks(_resume, again, RESUMED | {"replicas": replicas}, world_size=ranks)
+    shown, *_ = run_ranks(_train, again, RESUMED | {"replicas": replicas}, world_size=ranks)
     assert "resumed after step 2\n" in shown
     assert f"({replicas} replicas)" in shown if replicas > 1 else "replicas" not in shown
     if (ranks, replicas) == (2, 1):  # bit for bit on as many ranks as before
@@ -214,7 +200,7 @@ def test_a_resumed_run_goes_on_as_if_uninterrupted(
 @pytest.mark.long
 def test_a_resumed_run_has_the_weight_decay_that_it_is_given(uninterrupted: Path, tmp_path: Path) -> None:
     again = _interrupted(uninterrupted, tmp_path / "again")
-    run_ranks(_resume, again, RESUMED | {"weight_decay": 10.0})
+    run_ranks(_train, again, RESUMED | {"weight_decay": 10.0})
     mine, before = _measured(again), _measured(uninterrupted)
     assert mine[:3] == before[:3]
     assert mine[4] != before[4]
@@ -238,7 +224,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(tmp_path: Path) 
     run_ranks(_train, tmp_path, options, world_size=1)
     shard = tmp_path / "run" / "checkpoints" / "step-000003" / "__0_0.distcp"
     shard.write_bytes(shard.read_bytes()[::-1])
-    (shown,) = run_ranks(_resume, tmp_path, options | {"steps": 4}, world_size=1)
+    (shown,) = run_ranks(_train, tmp_path, options | {"steps": 4}, world_size=1)
     assert f"not loaded: the contents of {shard} have changed" in shown
     assert "resumed after step 2\n" in shown
     assert [record.step for record in read_records(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2, 3, 4]
