@@ -150,23 +150,29 @@ def test_methods_that_torch_has_replaced(tmp_path: Path) -> None:
     run_ranks(_check_patched, str(tmp_path))
 
 
-def _fill_scratch(module: Any) -> None:
-    if hasattr(module, "scratch"):
-        module.scratch.fill_(1)
+def _tied() -> Any:
+    """Uneven rows, a tied weight, buffers, one of them not saved."""
+    model: Any = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 5), nn.Linear(5, 5, bias=False))
+    model[3].weight = model[2].weight
+    model[2].register_buffer("table", torch.ones(2, device=model[2].weight.device), persistent=False)
+    return model
+
+
+def _fill_table(module: Any) -> None:
+    if hasattr(module, "table"):
+        module.table.fill_(1)
 
 
 def _load_from_rank_0(mesh: tuple[int, ...], *, meta: bool) -> None:
-    """Torch sends the full state dict of rank 0; a tied weight stays tied also where torch assigns names one by one."""
-    state = copy.deepcopy(kinds().state_dict())
-    plain = on_meta(kinds) if meta else kinds(seed=1)
-    model: Any = fully_shard(plain, mesh=mesh_of(mesh))
+    state = copy.deepcopy(_tied().state_dict())
+    model: Any = fully_shard(on_meta(_tied) if meta else _tied(), mesh=mesh_of(mesh))
     given = dict(state) if dist.get_rank() == 0 else {}  # torch replaces its values
     set_model_state_dict(model, given, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
     if meta:
-        materialize(model, param_init_fn=_fill_scratch)
+        materialize(model, param_init_fn=_fill_table)
     assert_same(_values(model), state)
-    assert model(torch.ones(4, 6)).isfinite().all()
-    assert model.tied.weight is model.first.weight
+    assert model(torch.ones(4, 3)).isfinite().all()
+    assert model[3].weight is model[2].weight, "as FSDP2 ties what torch has assigned one by one"
 
 
 @pytest.mark.parametrize(("mesh", "meta"), [((2,), False), ((2,), True), ((2, 2), True)])
