@@ -55,6 +55,11 @@ class Outcome:
         """Whether all ranks ended by an error within the timeout and 5 s."""
         return self.failed and self.ended_s is not None and self.ended_s <= ENDS_WITHIN_S
 
+    @property
+    def is_good(self) -> bool:
+        """Whether they also said why."""
+        return self.is_in_time and self.named
+
 
 def run(fault: Fault, folder: Path) -> Outcome:
     """One run, in an empty folder."""
