@@ -65,6 +65,7 @@ def test_what_a_resumed_run_measures_again_is_dropped(tmp_path: Path) -> None:
 def test_a_last_loss_that_is_not_finite_is_not_that_of_an_earlier_step() -> None:
     before, after = Record(step=0, held_out_loss=5.0, time_s=0), Record(step=3, held_out_loss=None, time_s=1)
     assert summary([before, after], 3, 2.0) == "held-out loss 5.000 -> not finite after 3 steps, 2 s"
+    assert summary([after], 3, 2.0) == "held-out loss nan -> not finite after 3 steps, 2 s"
 
 
 @pytest.mark.parametrize("line", ["nothing", "[1]", '{"step": 1, "other": 2}', "[" * 100_000, "\0"])
