@@ -1,4 +1,4 @@
-"""Models and optimizers whose state is of every kind, for tests that save and load it."""
+"""Optimizers whose state is of every kind, for tests that save and load it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from torch import nn, optim
 
-from fsdp_compile import flat_step, full_tensors, fully_shard, whole_step
-from tests.fsdp2.models import mesh_of
-from tests.models.outlines import MixedKinds
+from fsdp_compile import flat_step, full_tensors, whole_step
 from tests.two_sides import compile_eagerly, whole
 
 OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
@@ -20,28 +18,6 @@ OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
     "whole Adafactor": lambda groups: whole_step(optim.Adafactor(groups, lr=0.05)),
     "SGD": lambda groups: optim.SGD(groups, lr=0.05, momentum=0.9),
 }
-
-
-class Kinds(MixedKinds):
-    """Also a parameter that no forward reads, and one that is not sharded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.unread = nn.Parameter(torch.randn(3, 2))
-        self.ignored = nn.Parameter(torch.randn(5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * self.ignored
-
-
-def kinds(seed: int = 0) -> Any:
-    torch.manual_seed(seed)
-    return Kinds()
-
-
-def sharded(seed: int = 0, mesh: tuple[int, ...] = (2,)) -> Any:
-    model = kinds(seed)
-    return fully_shard(model, mesh=mesh_of(mesh), ignored_params=[model.ignored])
 
 
 def optimizer_of(model: Any, name: str) -> optim.Optimizer:

@@ -12,6 +12,7 @@ import pytest
 
 from fsdp_compile.cli.main import main
 from tests.training.command import DRIVER, TINY, finish, metrics, session_of, start, wait_for_line
+from tests.training.small_run import names
 
 KEYS = {"step", "loss", "held_out_loss", "grad_norm", "lr", "tokens_per_s", "memory_bytes", "time_s", "skipped_steps"}
 TROUBLE = "RuntimeError: trouble on demand"
@@ -36,17 +37,13 @@ def _check_run(run: Path, out: str) -> None:
     assert before == pytest.approx(records[0]["held_out_loss"], abs=6e-4)
     assert after == pytest.approx(records[-1]["held_out_loss"], abs=6e-4)
     assert (run / "metrics.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    assert _checkpoints(run) == ["step-000004", "step-000006"]
+    assert names(run / "checkpoints") == ["step-000004", "step-000006"]
 
 
 def _check_equal(run: Path, uninterrupted: Path) -> None:
     for mine, theirs in zip(metrics(run), metrics(uninterrupted), strict=True):
         for name in ("step", "loss", "held_out_loss", "grad_norm", "lr"):
             assert mine[name] == pytest.approx(theirs[name], abs=1e-6), (mine["step"], name)
-
-
-def _checkpoints(run: Path) -> list[str]:
-    return sorted(path.name for path in (run / "checkpoints").iterdir())
 
 
 @pytest.mark.long
@@ -89,7 +86,7 @@ def test_an_interrupted_run_leaves_nothing_but_a_checkpoint_to_go_on_from(
     assert session_of(process) == []
     assert err.strip() == "interrupted; go on with: fsdp-compile train --resume run"
     assert [record["step"] for record in metrics(run)] == [0, 1, 2, 3]
-    assert _checkpoints(run) == ["step-000002"]
+    assert names(run / "checkpoints") == ["step-000002"]
     if target == "parent":
         return  # once is enough
 
@@ -123,7 +120,7 @@ def test_a_rank_that_fails_is_blamed_and_ends_the_others(fault: str, tmp_path: P
     assert FAULTS[fault] in err
     assert "rank 0 failed" not in err
     assert err.rstrip().endswith(TROUBLE) == (fault == "FAIL_AT")
-    assert _checkpoints(tmp_path / "run") == ["step-000002"]
+    assert names(tmp_path / "run" / "checkpoints") == ["step-000002"]
 
 
 @pytest.mark.long
@@ -154,7 +151,7 @@ def test_restarts_are_counted_and_the_last_failure_is_named(tmp_path: Path) -> N
     assert status == 1
     assert out.count("restarted, 1 of 1") == 1
     assert err.rstrip().endswith(TROUBLE)
-    assert _checkpoints(tmp_path / "run") == ["step-000002"]
+    assert names(tmp_path / "run" / "checkpoints") == ["step-000002"]
 
 
 @pytest.mark.long

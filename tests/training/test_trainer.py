@@ -27,6 +27,7 @@ from fsdp_compile.training.job import Job, Run, lock_run
 from fsdp_compile.training.metrics import open_display, read_records
 from fsdp_compile.training.trainer import Trainer, train
 from tests.ranks import run_ranks
+from tests.training.small_run import names
 
 TINY: dict[str, Any] = {"steps": 3, "batch_size": 4, "seq_len": 16, "width": 16, "layers": 1, "heads": 2}
 TEXT = b"every rank holds a shard of every weight. " * 40
@@ -119,10 +120,6 @@ def _train_with_nan(folder: Path, on_nonfinite: str, *steps: int) -> tuple[str, 
 NAN = "the loss of rank 1 is nan; the first gradient that is not finite is that of unit "
 
 
-def _checkpoints(folder: Path) -> list[str]:
-    return sorted(path.name for path in (folder / "run" / "checkpoints").iterdir())
-
-
 @pytest.mark.long
 def test_a_step_that_is_not_finite_is_skipped_on_all_ranks(tmp_path: Path) -> None:
     (shown, _), (_, error) = run_ranks(_train_with_nan, tmp_path, "skip", 1, 4)
@@ -134,7 +131,7 @@ def test_a_step_that_is_not_finite_is_skipped_on_all_ranks(tmp_path: Path) -> No
     assert [record.skipped_steps for record in records] == [0, 1, 1, 1, 2, 2]
     assert [record.loss is None for record in records] == [True, True, False, False, True, False]
     assert "NaN" not in (tmp_path / "run" / "metrics.jsonl").read_text()
-    assert _checkpoints(tmp_path) == ["step-000004", "step-000005"]
+    assert names(tmp_path / "run" / "checkpoints") == ["step-000004", "step-000005"]
 
 
 @pytest.mark.long
@@ -143,7 +140,7 @@ def test_a_step_that_is_not_finite_ends_the_run_and_its_checkpoints_stay(tmp_pat
     assert first == second
     assert first.startswith(f"step 4 updated nothing: {NAN}")
     assert f"where: training; the last checkpoint is {tmp_path}/run/checkpoints/step-000003\n" in first
-    assert _checkpoints(tmp_path) == ["step-000002", "step-000003"]
+    assert names(tmp_path / "run" / "checkpoints") == ["step-000002", "step-000003"]
 
 
 MEASURED = ("step", "loss", "held_out_loss", "grad_norm", "lr")
@@ -228,7 +225,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(tmp_path: Path) 
     assert f"not loaded: the contents of {shard} have changed" in shown
     assert "resumed after step 2\n" in shown
     assert [record.step for record in read_records(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2, 3, 4]
-    assert _checkpoints(tmp_path) == ["step-000003", "step-000003.aside", "step-000004"]
+    assert names(tmp_path / "run" / "checkpoints") == ["step-000003", "step-000003.aside", "step-000004"]
 
 
 def test_an_old_checkpoint_that_stays_is_told_once(tmp_path: Path) -> None:
@@ -236,7 +233,7 @@ def test_an_old_checkpoint_that_stays_is_told_once(tmp_path: Path) -> None:
     stuck = tmp_path / "run" / "checkpoints" / "step-000001"
     assert shown.count(f"cannot remove {stuck}: Permission denied\n") == 1
     assert "after 4 steps" in shown
-    assert _checkpoints(tmp_path) == ["step-000001", "step-000004"]
+    assert names(tmp_path / "run" / "checkpoints") == ["step-000001", "step-000004"]
 
 
 def _train_beside_a_stuck_checkpoint(folder: Path) -> str:
