@@ -6,8 +6,6 @@ import errno
 import fcntl
 import json
 import os
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,7 +18,7 @@ from fsdp_compile.training.checkpoint_folder import CheckpointFolder, step_of
 from fsdp_compile.training.config import TrainConfig
 from fsdp_compile.training.data import read_corpus
 from fsdp_compile.training.job import CHECKPOINTS, CONFIG, RUNS, Job, Run, lock_run, new_job, newest_folder, resumed_job
-from tests.training.command import ROOT
+from tests.training.command import finish, start
 
 RUN = "this"
 LAUNCHER = "/tmp/reports/run_a"
@@ -140,19 +138,13 @@ except ConfigError as error:
 """
 
 
-def _try(folder: Path) -> str:
-    """What another process finds."""
-    command = [sys.executable, "-c", TRY, str(folder)]
-    return subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True
-    ).stdout
-
-
 def test_another_process_has_to_wait(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "run"
     with lock_run(folder):
-        assert _try(folder).startswith(f"another process trains in {folder}\n")
-    assert _try(folder) == "free\n"
+        _, found, _ = finish(start(tmp_path, "-c", TRY, str(folder)))
+    assert found.startswith(f"another process trains in {folder}\n")
+    _, found, _ = finish(start(tmp_path, "-c", TRY, str(folder)))
+    assert found == "free\n"
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
