@@ -27,7 +27,7 @@ from benchmarks.command import Columns, finish, mib, ms, parser, quiet, table
 from benchmarks.models import LlamaSize
 from fsdp_compile.comm.groups import World
 from fsdp_compile.parity.processes import run_on_ranks
-from fsdp_compile.training.checkpoint import SaveMode, Saves
+from fsdp_compile.training.checkpoint import Saves
 from fsdp_compile.training.checkpoint_folder import CheckpointFolder
 
 _SIZE = LlamaSize(layers=6, width=512, hidden=1408, heads=8, key_heads=8, vocabulary=8192, batch=1, tokens=16)
@@ -124,8 +124,8 @@ def _contenders(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
         future: Any = dcp.async_save(state(), checkpoint_id=folder / "torch, async")
         return future.result
 
-    def ours(name: str, mode: SaveMode) -> Save:
-        saves = Saves(CheckpointFolder(folder / name, "benchmark"), world, keep=1, mode=mode)
+    def ours(name: str, *, in_background: bool) -> Save:
+        saves = Saves(CheckpointFolder(folder / name, "benchmark"), world, keep=1, in_background=in_background)
 
         def save(number: int) -> Callable[[], object]:
             saves.save(number, model, optimizer)
@@ -135,9 +135,9 @@ def _contenders(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
 
     return {
         "dcp.save": torchs,
-        "fsdp_compile": ours("own", SaveMode.WAIT),
+        "fsdp_compile": ours("own", in_background=False),
         "dcp.async_save": torchs_async,
-        "fsdp_compile --async-checkpoints": ours("own, async", SaveMode.BACKGROUND),
+        "fsdp_compile --async-checkpoints": ours("own, async", in_background=True),
     }
 
 

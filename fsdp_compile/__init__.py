@@ -40,17 +40,17 @@ if TYPE_CHECKING:
     from fsdp_compile.sharding.fully_shard import fully_shard
     from fsdp_compile.sharding.materialize import materialize
     from fsdp_compile.state.ema import EMA
-    from fsdp_compile.state.fsdp1_optim_state import (
+    from fsdp_compile.state.full_params import full_params, full_tensors
+    from fsdp_compile.state.optim_names import rekey_optim_state_dict
+    from fsdp_compile.state.optim_state import (
         flatten_sharded_optim_state_dict,
         full_optim_state_dict,
-        rekey_optim_state_dict,
+        optim_state_dict,
+        optim_state_dict_to_load,
         scatter_full_optim_state_dict,
         shard_full_optim_state_dict,
         sharded_optim_state_dict,
     )
-    from fsdp_compile.state.full_params import full_params
-    from fsdp_compile.state.full_tensors import full_tensors
-    from fsdp_compile.state.optim_state import optim_state_dict, optim_state_dict_to_load
 
 __all__ = [
     "EMA",
@@ -112,11 +112,11 @@ _HOMES: Final = {
     "clip_grad_norm_": "fsdp_compile.optim.clip",
     "explain": "fsdp_compile.explain.api",
     "flat_step": "fsdp_compile.optim.flat_step",
-    "flatten_sharded_optim_state_dict": "fsdp_compile.state.fsdp1_optim_state",
+    "flatten_sharded_optim_state_dict": "fsdp_compile.state.optim_state",
     "fsdp": "fsdp_compile.backend",
-    "full_optim_state_dict": "fsdp_compile.state.fsdp1_optim_state",
+    "full_optim_state_dict": "fsdp_compile.state.optim_state",
     "full_params": "fsdp_compile.state.full_params",
-    "full_tensors": "fsdp_compile.state.full_tensors",
+    "full_tensors": "fsdp_compile.state.full_params",
     "fully_shard": "fsdp_compile.sharding.fully_shard",
     "materialize": "fsdp_compile.sharding.materialize",
     "no_sync": "fsdp_compile.fsdp2.accumulation",
@@ -125,10 +125,10 @@ _HOMES: Final = {
     "plan": "fsdp_compile.search.api",
     "profile_step": "fsdp_compile.explain.step_profile",
     "register_comm_hook": "fsdp_compile.fsdp2.comm_hook",
-    "rekey_optim_state_dict": "fsdp_compile.state.fsdp1_optim_state",
-    "scatter_full_optim_state_dict": "fsdp_compile.state.fsdp1_optim_state",
-    "shard_full_optim_state_dict": "fsdp_compile.state.fsdp1_optim_state",
-    "sharded_optim_state_dict": "fsdp_compile.state.fsdp1_optim_state",
+    "rekey_optim_state_dict": "fsdp_compile.state.optim_names",
+    "scatter_full_optim_state_dict": "fsdp_compile.state.optim_state",
+    "shard_full_optim_state_dict": "fsdp_compile.state.optim_state",
+    "sharded_optim_state_dict": "fsdp_compile.state.optim_state",
     "step_in_backward": "fsdp_compile.optim.step_in_backward",
     "units": "fsdp_compile.fsdp2.take_over",
     "whole_step": "fsdp_compile.optim.whole_step",

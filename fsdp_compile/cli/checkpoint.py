@@ -109,12 +109,12 @@ def _rows(described: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 def _verify(paths: Sequence[Path], *, require_finite: bool) -> int:
     folders = [folder for path in paths for folder in step_folders(path)]
-    from fsdp_compile.formats.checkpoint import Finite, verify_checkpoint
+    from fsdp_compile.formats.checkpoint import verify_checkpoint
 
     status = 0
     for path in folders:
         try:
-            described = _described(verify_checkpoint(path, Finite.REQUIRE if require_finite else Finite.IGNORE))
+            described = _described(verify_checkpoint(path, finite=require_finite))
         except CheckpointError as error:
             _print_problem(error)
             status = 1
@@ -145,7 +145,7 @@ def step_folders(path: Path) -> list[Path]:
 def _convert(arguments: argparse.Namespace) -> int:
     _check_convert(arguments)
     from fsdp_compile.formats.checkpoint import Format
-    from fsdp_compile.formats.convert import ConvertOptions, Others, convert_checkpoint
+    from fsdp_compile.formats.convert import ConvertOptions, convert_checkpoint
 
     options = ConvertOptions(
         to=Format(arguments.to),
@@ -154,7 +154,7 @@ def _convert(arguments: argparse.Namespace) -> int:
         prefix=arguments.prefix,
         dtype=arguments.dtype,
         max_shard_gb=5.0 if arguments.max_shard_gb is None else arguments.max_shard_gb,
-        others=Others.DROP if arguments.drop_others else Others.REFUSE,
+        drop_others=arguments.drop_others,
     )
     values, left_out = convert_checkpoint(arguments.source, arguments.target, options)
     tensors = _tensors(values)

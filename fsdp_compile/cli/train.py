@@ -109,7 +109,7 @@ def _check_start(count: int, timeout_s: float, placement: Placement) -> None:
 
 def _add_option(group: argparse._ArgumentGroup, name: str, kind: Any, default: Any, about: str) -> None:
     """Declare an argument that is in the namespace only when given: a resumed run must know what changes."""
-    shown = "" if default is None else f" (default: {default!r})" if kind is str else f" (default: {default})"
+    shown = "" if default is None else f" (default: {default})"
     settings: dict[str, Any] = {"help": (about + shown).replace("%", "%%")}
     if isinstance(kind, type) and issubclass(kind, StrEnum):
         # Converted later: argparse names the choices only for text that is none of them.
@@ -120,7 +120,7 @@ def _add_option(group: argparse._ArgumentGroup, name: str, kind: Any, default: A
     elif kind in (int, float):
         settings |= {"type": kind, "metavar": "N" if kind is int else "X"}
     else:
-        settings |= {"metavar": "PATH" if name == "data" else "TEXT"}
+        settings |= {"metavar": "PATH"}
     group.add_argument(flag(name), dest=name, default=argparse.SUPPRESS, **settings)
 
 

@@ -9,7 +9,7 @@ import struct
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum, StrEnum, auto
+from enum import StrEnum
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -35,13 +35,6 @@ class Format(StrEnum):
     DCP = "dcp"
     TORCH = "torch"
     SAFETENSORS = "safetensors"
-
-
-class Finite(Enum):
-    """Whether infinite values and NaN are a problem."""
-
-    IGNORE = auto()
-    REQUIRE = auto()
 
 
 @dataclass(frozen=True)
@@ -126,11 +119,11 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     return checkpoint
 
 
-def verify_checkpoint(path: Path | str, finite: Finite = Finite.IGNORE) -> Checkpoint:
+def verify_checkpoint(path: Path | str, *, finite: bool = False) -> Checkpoint:
     """Read all of a checkpoint, one tensor at a time.
 
     Digests and checksums are compared, files must be there and as long as they should be, chunks cover each tensor
-    once, an index says what is in files, and every value can be read.
+    once, an index says what is in files, and every value can be read. With `finite` none is infinite or NaN.
 
     Raises:
         ConfigError: There is no such path.
@@ -140,7 +133,7 @@ def verify_checkpoint(path: Path | str, finite: Finite = Finite.IGNORE) -> Check
     checkpoint.check_files()
     for name in checkpoint.values:
         value = checkpoint.read(name)
-        if finite is Finite.REQUIRE and isinstance(value, Tensor) and not all_finite(value):
+        if finite and isinstance(value, Tensor) and not all_finite(value):
             raise CheckpointError(f"{name} in {path} has values that are not finite")
     return checkpoint
 

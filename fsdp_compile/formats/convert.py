@@ -9,7 +9,6 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -30,14 +29,7 @@ from fsdp_compile.formats.checkpoint import (
     tied,
 )
 from fsdp_compile.formats.dcp import NamingFiles, NamingWriter
-from fsdp_compile.formats.files import naming
-
-
-class Others(StrEnum):
-    """What becomes of values that are no tensors where the target is safetensors."""
-
-    REFUSE = "refuse"
-    DROP = "drop"
+from fsdp_compile.formats.files import naming, sync
 
 
 @dataclass(frozen=True)
@@ -51,7 +43,7 @@ class ConvertOptions:
         prefix: What is put before every name, after that.
         dtype: The name of the dtype that floating-point tensors are cast to; None for their own.
         max_shard_gb: 1e9 bytes that a file of a folder of safetensors may have; one tensor may have more.
-        others: What becomes of values that are no tensors.
+        drop_others: Whether safetensors are written without the values that are no tensors, instead of an error.
     """
 
     to: Format
@@ -60,7 +52,7 @@ class ConvertOptions:
     prefix: str = ""
     dtype: str | None = None
     max_shard_gb: float = 5.0
-    others: Others = Others.REFUSE
+    drop_others: bool = False
 
 
 def convert_checkpoint(
@@ -105,9 +97,7 @@ def convert_checkpoint(
                     _write_safetensors(values, written, 1e9 * options.max_shard_gb)
             open_checkpoint(written)
             for each in (*written.rglob("*"), written):
-                descriptor = os.open(each, os.O_RDONLY)
-                os.fsync(descriptor)
-                os.close(descriptor)
+                sync(each)
             _check_free(target)  # nothing has appeared there meanwhile
             written.rename(target)
         finally:
@@ -138,7 +128,7 @@ def _selected(source: Checkpoint, options: ConvertOptions) -> tuple[dict[str, Pl
         raise ConfigError(what, where=str(source.path), instead=f"--part {parts}")
     others = (name for name in places if not isinstance(source.values[name], Tensor))
     left_out = list(others) if options.to is Format.SAFETENSORS else []
-    if left_out and options.others is Others.REFUSE:
+    if left_out and not options.drop_others:
         raise ConfigError(
             f"{left_out[0]} is no tensor, and safetensors hold nothing else",
             where=str(source.path),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
-import reprlib
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -32,10 +32,11 @@ def naming(what: str, path: Path) -> Iterator[None]:
             raise
         error = failures[min(failures)][0] if failures else raised
         file = error.filename if isinstance(error, OSError) and isinstance(error.filename, str) else path
-        raise CheckpointError(f"cannot {what} {file}: {_cause(error)}") from None
+        raise CheckpointError(f"cannot {what} {file}: {cause_of(error)}") from None
 
 
-def _cause(error: BaseException) -> str:
+def cause_of(error: BaseException) -> str:
+    """One line that says what happened, without the name of the file."""
     if isinstance(error, OSError) and error.strerror is not None:
         return error.strerror
     if refused := _REFUSED.search(str(error)):
@@ -70,22 +71,17 @@ class Marker:
 def read_marker(checkpoint: Path) -> Marker:
     """What the `complete.json` of a checkpoint says. Raises a `CheckpointError` if it is missing or damaged."""
     path = checkpoint / MARKER
-    try:
+    with naming("read", path):
+        if not path.exists():
+            raise CheckpointError(f"{checkpoint} is no complete checkpoint: it has no {MARKER}")
         size_of(path)
         read = json.loads(path.read_bytes())
         files = {name: FileDigest(int(each["size_bytes"]), str(each["sha256"])) for name, each in read["files"].items()}
         for name in files:
-            if name != Path(name).name or name in {"", ".."}:
-                raise ValueError(f"{reprlib.repr(name)} is a file elsewhere")  # noqa: TRY301
-            if not (name.isascii() and name.isprintable()):
-                raise ValueError(f"{reprlib.repr(name)} is no name of a file")  # noqa: TRY301
+            is_in_folder = name == Path(name).name and name not in {"", ".."}
+            if not (is_in_folder and name.isascii() and name.isprintable()):
+                raise CheckpointError(f"{path} is damaged: {name[:99]!r} is no name of a file of the checkpoint")
         return Marker(str(read["run"]), int(read["step"]), files)
-    except FileNotFoundError:
-        raise CheckpointError(f"{checkpoint} is no complete checkpoint: it has no {MARKER}") from None
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from None
 
 
 def check_size(path: Path, digest: FileDigest) -> None:
@@ -116,3 +112,12 @@ def size_of(path: Path) -> int:
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(f"{path} is no regular file")
     return status.st_size
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names of a folder's files, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

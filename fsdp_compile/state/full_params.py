@@ -1,4 +1,4 @@
-"""`full_params`: inside of it, modules have plain, full parameters."""
+"""Full values of a sharded model: `full_params` puts them into its modules, `full_tensors` yields them one by one."""
 
 from __future__ import annotations
 
@@ -77,22 +77,66 @@ def full_params(
         instead="full_params(model) before or after it; inside a forward, self.weight is the full parameter anyway",
     )
     options = _Options(writeback, offload_to_cpu, with_grads, source=0 if rank0_only else None)
-    parts = _parts(module, recurse=recurse)
+    units = tuple(f"{name}." for name, part in module.named_modules() if name and isinstance(part, FSDPModule))
+    skipped = () if recurse else units
+    parts = {name: part for name, part in module.named_modules() if not f"{name}.".startswith(skipped)}
     found = _places(parts)
     require_alike(parts, "full_params()")
-    layouts = (
-        {} if rank0_only or offload_to_cpu else {p: unsharded_spec(t) for p, (t, _) in torch_params(found).items()}
-    )
-    held = _FullParams([_FullParam(name, p, places, layouts.get(p)) for p, (name, places) in found.items()], options)
+    stays_split = not (rank0_only or offload_to_cpu)
+    layouts = {p: unsharded_spec(t) for p, (t, _) in torch_params(found).items()} if stays_split else {}
+    params = [_FullParam(name, p, places, layouts.get(p)) for p, (name, places) in found.items()]
     problems: list[ConfigError] = []
     with without_fsdp2_hooks(module):
         try:
-            held.swap_in()
+            _swap_in(params, options)
             yield
         finally:
-            problems = held.swap_out()
+            problems = _swap_out(params, options)
     if problems:
         raise problems[0]
+
+
+def full_tensors(
+    model: nn.Module, *, rank0_only: bool = False, cpu_offload: bool = False
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the name and the full value of each tensor of `model.state_dict()`, in its order.
+
+    A parameter is gathered when it is its turn: a rank has its shards and one full value. (A loop's variable keeps a
+    value until it has the next: `del` it where two do not fit.) All ranks iterate to the end, between steps, and change
+    nothing meanwhile.
+
+    Names are the plain model's, with and without `torch.compile`. A parameter with several names is yielded under each.
+    What is not sharded, as buffers, is this rank's own memory, detached. Entries that are no tensors are left out.
+
+    Args:
+        model: A sharded or compiled model, or a module in it.
+        rank0_only: Only the first rank of the mesh gets values. On others the loop has no iterations; they take part
+            in it all the same.
+        cpu_offload: Values are in the memory of the host.
+
+    Raises:
+        ConfigError: When it is called, inside a forward or a backward; with `rank0_only`, if parameters are sharded
+            over meshes whose first ranks differ.
+        RankMismatchError: On all ranks, if a parameter was replaced, and not by the same kind on all of them.
+    """
+    module, where = unwrap(model), "full_tensors()"
+    shard_between_steps(module, where, instead=f"{where} before or after it")
+    receives = not rank0_only or is_first(module.parameters(), where)
+    require_alike(dict(module.named_modules()), where)
+
+    def full(value: torch.Tensor) -> torch.Tensor:
+        whole = full_value(value) if isinstance(value, DTensor) else value.detach()
+        return whole.cpu() if cpu_offload else whole
+
+    def values() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, value in module.state_dict().items():
+            # No variable refers to the full value, so that it is gone when the next one is gathered.
+            if receives and isinstance(value, torch.Tensor):
+                yield plain_name(name), full(value)
+            elif isinstance(value, DTensor):
+                full_value(value)
+
+    return values()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,12 +150,6 @@ class _Options:
 
 
 Places = list[tuple[nn.Module, str]]
-
-
-def _parts(module: nn.Module, *, recurse: bool) -> dict[str, nn.Module]:
-    nested = [name for name, part in module.named_modules() if name and isinstance(part, FSDPModule)]
-    skipped = () if recurse else tuple(f"{name}." for name in nested)
-    return {name: part for name, part in module.named_modules() if not f"{name}.".startswith(skipped)}
 
 
 def _places(parts: Mapping[str, nn.Module]) -> dict[DTensor, tuple[str, Places]]:
@@ -157,7 +195,10 @@ class _FullParam:
         """Gathers the parameter and its gradient, and registers them."""
         gradient = None
         if self.has_gradient:
-            gradient = self._gathered(self.own_gradient(), options)
+            own = self.sharded.grad
+            if not isinstance(own, DTensor):  # other ranks alone have one
+                own = make_dtensor(torch.zeros_like(local_tensor(self.sharded)), self.sharded)
+            gradient = self._gathered(own, options)
         full = self._gathered(self.sharded, options)
         self.attributes = dict(vars(self.sharded))
         setattr(self.sharded, _INSIDE, True)
@@ -175,13 +216,6 @@ class _FullParam:
         if self.layout is not None:
             return distribute_tensor(full, self.layout.mesh, self.layout.placements, src_data_rank=None)
         return full.cpu() if options.offload_to_cpu else full
-
-    def own_gradient(self) -> DTensor:
-        """The gradient; zeros if only other ranks have one."""
-        gradient = self.sharded.grad
-        if isinstance(gradient, DTensor):
-            return gradient
-        return make_dtensor(torch.zeros_like(local_tensor(self.sharded)), self.sharded)
 
     def take_out(self) -> tuple[nn.Parameter | None, str | None]:
         """Registers the sharded parameter again; returns what was in its place, and why that cannot be kept."""
@@ -247,64 +281,51 @@ class _FullParam:
                 self.plain.data = self.plain.data.new_empty(0)
 
 
-@dataclasses.dataclass
-class _FullParams:
-    """All parameters of one `full_params`."""
-
-    params: list[_FullParam]
-    options: _Options
-
-    def swap_in(self) -> None:
-        """Gathers and registers all parameters."""
-        meshes = meshes_of(param.sharded for param in self.params)
-        sharded = [param.sharded for param in self.params]
-        is_sent = self.options.writeback
-        receives = self.options.source is None or is_first(sharded, "full_params(rank0_only=True)", sends=is_sent)
-        if self.options.with_grads:
-            mine = {param.name: True for param in self.params if param.sharded.grad is not None}
-            has = union(mine, meshes)
-            for param in self.params:
-                param.has_gradient = param.name in has
-        for param in self.params:
-            param.swap_in(self.options, receives=receives)
-
-    def swap_out(self) -> list[ConfigError]:
-        """Registers the sharded parameters again, and writes changes back; returns what cannot be."""
-        taken = [param.take_out() for param in self.params]
-        if not self.options.writeback or not all(param.is_swapped_in for param in self.params):
-            problems = [problem for _, problem in taken] if self.options.source is None else []
-        else:
-            problems = self._write_back(taken)
-        for param in self.params:
-            param.free()
-        return [
-            ConfigError(f"it {problem}", where=f"inside of full_params(), {param.name}")
-            for param, problem in zip(self.params, problems, strict=False)
-            if problem is not None
-        ]
-
-    def _write_back(self, taken: list[tuple[nn.Parameter | None, str | None]]) -> list[str | None]:
-        """Returns what is wrong with each parameter; those with which nothing is wrong on any rank are written."""
-        gradients: dict[str, bool] = {}
-        wrong: dict[str, str] = {}
-        for param, (held, problem) in zip(self.params, taken, strict=True):
-            if held is not None and held.grad is not None:
-                gradients[param.name] = True
-            if problem is not None:
-                wrong[param.name] = problem
-        if gradients and not self.options.with_grads:
-            warnings.warn("gradients of full parameters are dropped: with_grads=True keeps them", stacklevel=6)
-        meshes = meshes_of(param.sharded for param in self.params)
-        found = union(wrong, meshes)
-        has = union(gradients, meshes) if self.options.with_grads else {}
-        for param, (held, _) in zip(self.params, taken, strict=True):
-            if param.name not in found:
-                param.write_back(held, self.options, has_gradient=param.name in has)
-        return [wrong.get(param.name) or _elsewhere(found.get(param.name)) for param in self.params]
+def _swap_in(params: list[_FullParam], options: _Options) -> None:
+    """Gathers and registers all parameters."""
+    sharded = [param.sharded for param in params]
+    receives = options.source is None or is_first(sharded, "full_params(rank0_only=True)", sends=options.writeback)
+    if options.with_grads:
+        has = union({param.name: True for param in params if param.sharded.grad is not None}, meshes_of(sharded))
+        for param in params:
+            param.has_gradient = param.name in has
+    for param in params:
+        param.swap_in(options, receives=receives)
 
 
-def _elsewhere(problem: str | None) -> str | None:
-    return problem and f"{problem} (on another rank)"
+def _swap_out(params: list[_FullParam], options: _Options) -> list[ConfigError]:
+    """Registers the sharded parameters again, and writes changes back; returns what cannot be."""
+    taken = [param.take_out() for param in params]
+    wrong = {param.name: problem for param, (_, problem) in zip(params, taken, strict=True) if problem is not None}
+    if options.writeback and all(param.is_swapped_in for param in params):
+        wrong = _write_back(params, [held for held, _ in taken], wrong, options)
+    elif options.source is not None:
+        wrong = {}
+    for param in params:
+        param.free()
+    return [
+        ConfigError(f"it {wrong[param.name]}", where=f"inside of full_params(), {param.name}")
+        for param in params
+        if param.name in wrong
+    ]
+
+
+def _write_back(
+    params: list[_FullParam], taken: list[nn.Parameter | None], wrong: dict[str, str], options: _Options
+) -> dict[str, str]:
+    """Writes those with which nothing is wrong on any rank; returns what is, by name, that of this rank first."""
+    gradients = {
+        p.name: True for p, held in zip(params, taken, strict=True) if held is not None and held.grad is not None
+    }
+    if gradients and not options.with_grads:
+        warnings.warn("gradients of full parameters are dropped: with_grads=True keeps them", stacklevel=6)
+    meshes = meshes_of(param.sharded for param in params)
+    elsewhere = union(wrong, meshes)
+    has = union(gradients, meshes) if options.with_grads else {}
+    for param, held in zip(params, taken, strict=True):
+        if param.name not in elsewhere:
+            param.write_back(held, options, has_gradient=param.name in has)
+    return {name: f"{problem} (on another rank)" for name, problem in elsewhere.items()} | wrong
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

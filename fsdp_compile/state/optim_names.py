@@ -1,9 +1,10 @@
-"""Names for what an optimizer numbers: its parameters in state dicts, by their names in a model, and back."""
+"""Names for what an optimizer numbers, its parameters in state dicts: `rekey_optim_state_dict` gives and takes them."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -89,6 +90,73 @@ class NamedGroups:
             own = {_NAMES: list(settings[number][_NAMES])} if _NAMES in settings[number] else {}
             result.append({**sources[0], **own, PARAMS: [keys[name] for name in names]})
         return result
+
+
+def rekey_optim_state_dict(
+    optim_state_dict: Mapping[str, Any],
+    optim_state_key_type: OptimStateKeyType,
+    model: nn.Module,
+    optim_input: OptimInput | None = None,
+    optim: torch.optim.Optimizer | None = None,
+) -> dict[str, Any]:
+    """An optimizer's state with names in the place of numbers, or the other way round; for plain models, too.
+
+    Args:
+        optim_state_dict: Of an optimizer of all of the groups' parameters, in this order if it numbers them. Names that
+            the optimizer does not have are left out when numbers take their place.
+        optim_state_key_type: `torch.distributed.fsdp.OptimStateKeyType`; nothing is done if it is the type already.
+        model: That has the parameters.
+        optim_input: What the optimizer was made of, where there is no `optim`; without both, `model.parameters()`.
+        optim: The optimizer.
+
+    Returns:
+        A dict of the same values; an optimizer of the same parameters loads one with numbers.
+
+    Raises:
+        ConfigError: For another type, a state dict that has both names and numbers or those of another optimizer, or
+            names that the model does not have.
+    """
+    where = "rekey_optim_state_dict()"
+    if optim_input is not None:
+        warn_of_input(stacklevel=3)
+    if optim_state_key_type not in tuple(OptimStateKeyType):
+        raise ConfigError(
+            f"optim_state_key_type is {optim_state_key_type!r}",
+            where=where,
+            instead="torch.distributed.fsdp.OptimStateKeyType.PARAM_NAME or PARAM_ID",
+        )
+    given = kind_of_keys(optim_state_dict, where)
+    if given in (None, optim_state_key_type):
+        return dict(optim_state_dict)
+    named = named_groups(model, where, optim, optim_input)
+    state: dict[Any, Any] = optim_state_dict[STATE]
+    groups = optim_state_dict.get(GROUPS)
+    if given is OptimStateKeyType.PARAM_ID:
+        sizes, expected = [len(group[PARAMS]) for group in groups or ()], [len(group) for group in named.groups]
+        numbers = [key for key in state if isinstance(key, int)]
+        if (groups is not None and sizes != expected) or any(number >= sum(expected) for number in numbers):
+            raise ConfigError(
+                f"groups of {sizes} parameters were saved, and the optimizer's are of {expected}",
+                where=where,
+                instead="the optimizer that it was saved from (optim=...), made of the same groups in the same order",
+            )
+        state = {named.name_of(key) or key: value for key, value in state.items()}
+        regrouped = None if groups is None else named.renamed(groups)
+    else:
+        keys, first = named.numbers, named.first_names
+        settings = [{} for _ in named.groups] if optim is None else optim.param_groups
+        regrouped = None if groups is None else named.regrouped(groups, settings, keys, where)
+        state = {
+            keys.get(first.get(key, ""), key): value
+            for key, value in state.items()
+            if key not in first or first[key] in keys
+        }
+    return {**optim_state_dict, STATE: state, **({} if regrouped is None else {GROUPS: regrouped})}
+
+
+def warn_of_input(stacklevel: int) -> None:
+    """Warns who gives `optim_input`; `stacklevel` is that of `warnings.warn`."""
+    warnings.warn("optim_input is deprecated: give optim, the optimizer itself", FutureWarning, stacklevel)
 
 
 def named_groups(

@@ -1,4 +1,4 @@
-"""`optim_state_dict` and `optim_state_dict_to_load`: an optimizer's state by names, full or sharded, as with FSDP1.
+"""`optim_state_dict`, `optim_state_dict_to_load` and older names: an optimizer's state by names, as with FSDP1.
 
 Ranks gather and send by the names of parameters in the model's order, whatever order their optimizers list them in.
 """
@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import hashlib
 import pickle
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -27,7 +28,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Adafactor, Optimizer
 
 from fsdp_compile._torch.tensors import local_tensor, make_dtensor, tree_leaves, tree_map
-from fsdp_compile.errors import ConfigError, RankMismatchError
+from fsdp_compile.comm import alike
+from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2.shards import (
     full_value,
     is_first,
@@ -43,9 +45,11 @@ from fsdp_compile.state.optim_names import (
     PARAMS,
     STATE,
     NamedGroups,
+    OptimInput,
     kind_of_keys,
     named_groups,
     require_state,
+    warn_of_input,
 )
 
 
@@ -79,7 +83,7 @@ def optim_state_dict(
         RankMismatchError: If ranks have state of other names or other values of what is not sharded.
     """
     where = "optim_state_dict()"
-    target = target_of(model, optim, where, config, group=group)
+    target = _target_of(model, optim, where, config, group=group)
     given = optim.state_dict() if optim_state_dict is None else optim_state_dict
     require_state(given, where)
     named = target.named
@@ -88,7 +92,7 @@ def optim_state_dict(
     if unknown:
         raise ConfigError(f"the state dict has state of parameter {unknown[0]}, which the optimizer lacks", where=where)
     entries = {name: by_name.pop(name) for name in named.parameters if name in by_name} | by_name
-    _compare(entries, target)
+    _require_alike(entries, target)
     receives = not target.rank0_only or target.is_first()
     state = {}
     for name, value in entries.items():
@@ -133,8 +137,8 @@ def optim_state_dict_to_load(
             numbers parameters, names some that the model does not have, or has values of other shapes or layouts, or on
             the meta device; else as `optim_state_dict`.
     """
-    target = target_of(model, optim, "optim_state_dict_to_load()", config, group=group)
-    result = to_load(optim_state_dict, target, optim, by_name=is_named_optimizer)
+    target = _target_of(model, optim, "optim_state_dict_to_load()", config, group=group)
+    result = _to_load(optim_state_dict, target, optim, by_name=is_named_optimizer)
     if load_directly:
         optim.load_state_dict(result)
     return result
@@ -156,7 +160,7 @@ class Target:
         return is_first(self.named.parameters.values(), self.where, sends=sends)
 
 
-def target_of(
+def _target_of(
     model: nn.Module,
     optim: Optimizer | None,
     where: str,
@@ -207,35 +211,31 @@ def _leaves(state: Any) -> Iterator[tuple[object, Any]]:
     return ((key, leaf) for key in sorted(held, key=str) for leaf in tree_leaves(held[key]))
 
 
-def _compare(entries: Mapping[str, Any], target: Target) -> None:
+def _require_alike(entries: Mapping[str, Any], target: Target) -> None:
     """Raises `RankMismatchError` on all ranks if ranks differ in what is not sharded."""
-    known = target.named.parameters
-    said: dict[Any, Any] = {}
+    described: dict[str, str] = {}
     for name, state in entries.items():
-        if isinstance(known.get(name), DTensor):
-            said |= {(name, str(key), number): _text(leaf) for number, (key, leaf) in enumerate(_leaves(state))}
-    text = repr(sorted(said.items()))
-    if len(union({text if len(text) < 64 else hash_of(text): True}, target.meshes)) == 1:
-        return
-    everything = union(dict.fromkeys(said.items(), True), target.meshes)
-    differ = sorted({f"{key!r} of {name}" for (name, key, _), _ in everything.keys() - said.items()})
-    raise RankMismatchError(
-        "ranks have different optimizer state: " + ("; ".join(differ[:5]) or "another rank lacks some of this one's"),
+        if isinstance(target.named.parameters.get(name), DTensor):
+            for key, leaf in _leaves(state):
+                title = f"{key!r} of {name}"
+                described[title] = f"{described[title]}, {_text(leaf)}" if title in described else _text(leaf)
+    alike.require(
+        described,
+        [mesh.get_group(dim) for mesh in target.meshes for dim in reversed(range(mesh.ndim))],
+        torch.device(target.meshes[0].device_type),
+        what="optimizer state",
         where=target.where,
         instead="the same steps of the same optimizer on every rank",
     )
-
-
-def hash_of(text: str) -> str:
-    """A short text in the place of a long one."""
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _text(leaf: Any) -> str:
     if isinstance(leaf, DTensor):
         return f"sharded {leaf.dtype}"
     if isinstance(leaf, torch.Tensor):
-        return f"{leaf.dtype} {tuple(leaf.shape)} {hash_of(repr(leaf.detach().cpu().tolist()))}"
+        values = repr(leaf.detach().cpu().tolist())
+        shown = values if leaf.dim() == 0 else f"{tuple(leaf.shape)} {hashlib.sha256(values.encode()).hexdigest()}"
+        return f"{leaf.dtype} {shown}"
     return repr(leaf) if isinstance(leaf, bool | int | float | str | None) else type(leaf).__name__
 
 
@@ -260,7 +260,7 @@ class _Sent:
     dtype: torch.dtype
 
 
-def to_load(
+def _to_load(
     state_dict: Mapping[str, Any] | None, target: Target, optim: Optimizer | None, *, by_name: bool = False
 ) -> dict[str, Any]:
     """What an optimizer's `load_state_dict` takes; arguments and errors are those of `optim_state_dict_to_load`."""
@@ -394,3 +394,69 @@ def _placed(key: object, leaf: Any, like: torch.Tensor | None, sent: Iterator[to
         local = local_tensor(leaf).to(local_tensor(like).device, copy=True)
         return make_dtensor(local, like if leaf.shape == like.shape else leaf)
     return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf)
+
+
+# FSDP1's older functions, with its meaning: their results go to `optimizer.load_state_dict`, and to and from files.
+
+
+def full_optim_state_dict(
+    model: nn.Module,
+    optim: Optimizer,
+    optim_input: OptimInput | None = None,
+    rank0_only: bool = True,  # noqa: FBT001, FBT002
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """Full state on the host, by name; `{}` on other ranks than the first, unless `rank0_only=False`."""
+    _warn("full_optim_state_dict", "optim_state_dict(model, optim, config=FullOptimStateDictConfig(...))", optim_input)
+    config = FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=rank0_only)
+    return optim_state_dict(model, optim, group=group, config=config)
+
+
+def sharded_optim_state_dict(
+    model: nn.Module, optim: Optimizer, group: dist.ProcessGroup | None = None
+) -> dict[str, Any]:
+    """State by name, as DTensors on the host."""
+    _warn("sharded_optim_state_dict", "optim_state_dict(model, optim, config=ShardedOptimStateDictConfig())")
+    return optim_state_dict(model, optim, group=group, config=ShardedOptimStateDictConfig())
+
+
+def shard_full_optim_state_dict(
+    full_optim_state_dict: Mapping[str, Any],
+    model: nn.Module,
+    optim_input: OptimInput | None = None,
+    optim: Optimizer | None = None,
+) -> dict[str, Any]:
+    """What an optimizer loads of full state that every rank has; each keeps its part, without communication."""
+    where = "shard_full_optim_state_dict()"
+    _warn(where[:-2], "optim_state_dict_to_load(model, optim, state)", optim_input)
+    return _to_load(full_optim_state_dict, _target_of(model, optim, where, None, optim_input=optim_input), optim)
+
+
+def flatten_sharded_optim_state_dict(
+    sharded_optim_state_dict: Mapping[str, Any], model: nn.Module, optim: Optimizer
+) -> dict[str, Any]:
+    """What an optimizer loads of sharded state."""
+    _warn("flatten_sharded_optim_state_dict", "optim_state_dict_to_load(model, optim, state)")
+    return optim_state_dict_to_load(model, optim, sharded_optim_state_dict, config=ShardedOptimStateDictConfig())
+
+
+def scatter_full_optim_state_dict(
+    full_optim_state_dict: Mapping[str, Any] | None,
+    model: nn.Module,
+    optim_input: OptimInput | None = None,
+    optim: Optimizer | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """What an optimizer loads of full state that the first rank alone has: each rank receives its part."""
+    where = "scatter_full_optim_state_dict()"
+    new = "optim_state_dict_to_load(model, optim, state, config=FullOptimStateDictConfig(rank0_only=True))"
+    _warn(where[:-2], new, optim_input)
+    config = FullOptimStateDictConfig(rank0_only=True)
+    target = _target_of(model, optim, where, config, group=group, optim_input=optim_input)
+    return _to_load(full_optim_state_dict, target, optim)
+
+
+def _warn(old: str, new: str, optim_input: OptimInput | None = None) -> None:
+    warnings.warn(f"{old} is FSDP1's older name: {new} does the same", FutureWarning, stacklevel=3)
+    if optim_input is not None:
+        warn_of_input(stacklevel=4)

@@ -6,10 +6,8 @@
 from __future__ import annotations
 
 import concurrent.futures
-import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +27,8 @@ from fsdp_compile._torch.distributed import timeout_of
 from fsdp_compile.comm.groups import World
 from fsdp_compile.errors import CheckpointError, ConfigError
 from fsdp_compile.formats.dcp import METADATA, NamingWriter, SafePlanner, SafeReader
-from fsdp_compile.formats.files import MARKER, FileDigest, check_contents
+from fsdp_compile.formats.files import MARKER, FileDigest, cause_of, check_contents, naming
 from fsdp_compile.training.checkpoint_folder import CheckpointFolder, step_of
-
-
-class SaveMode(Enum):
-    """Whether training waits until a checkpoint is complete, or only until its copy is on the host."""
-
-    WAIT = auto()
-    BACKGROUND = auto()
 
 
 class Saves(NamingWriter):
@@ -45,10 +36,11 @@ class Saves(NamingWriter):
 
     `save` to `wait` return, on rank 0, which older checkpoints cannot be removed and why, one sentence each. They raise
     `CheckpointError` on all ranks if a value is not finite or a file cannot be written; checkpoints that were complete
-    are as they were. BACKGROUND needs as much host memory as this rank has parameters and optimizer state.
+    are as they were. In the background, training waits only until a copy is on the host, which takes as much memory as
+    this rank has parameters and optimizer state.
     """
 
-    def __init__(self, folder: CheckpointFolder, world: World, *, keep: int, mode: SaveMode) -> None:
+    def __init__(self, folder: CheckpointFolder, world: World, *, keep: int, in_background: bool = False) -> None:
         super().__init__(folder.partial)
         self._folder = folder
         self._world = world
@@ -58,7 +50,7 @@ class Saves(NamingWriter):
         self._running: concurrent.futures.Future[Metadata] | None = None
         self._stager: DefaultStager | None = None
         self._group: dist.ProcessGroup | None = None
-        if mode is SaveMode.BACKGROUND:
+        if in_background:
             on_gpu = world.device.type == "cuda"
             copy = {"use_pinned_memory": on_gpu, "use_non_blocking_copy": on_gpu}
             self._stager = DefaultStager(StagingOptions(use_shared_memory=False, use_async_staging=False, **copy))
@@ -86,10 +78,10 @@ class Saves(NamingWriter):
 
     def poll(self) -> tuple[str, ...]:
         """Say how the save in the background ended, if it has on all ranks; called between steps."""
-        is_running = self._running is not None and not self._running.done()
-        if self._running is None or self._world.any(torch.tensor(is_running, device=self._world.device)):
+        if self._running is None:
             return ()
-        return self.wait()
+        is_running = torch.tensor(not self._running.done(), device=self._world.device)
+        return () if self._world.any(is_running) else self.wait()
 
     def wait(self) -> tuple[str, ...]:
         """Wait until the checkpoint that is being written is complete."""
@@ -114,14 +106,16 @@ class Saves(NamingWriter):
                 self._folder.abandon()
             self._world.gather(None)  # the others wait: with the first rank that ends, a launcher ends all
             newest = self._folder.newest()
-            instead = f"go on from {newest}, which is complete" if newest else None
-            what, where = _cause(error, "write a checkpoint"), f"step {self._step}"
-            raise CheckpointError(what, where=where, instead=instead) from None
+            raise CheckpointError(
+                _first_failure(error, "write a checkpoint"),
+                where=f"step {self._step}",
+                instead=f"go on from {newest}, which is complete" if newest else None,
+            ) from None
 
     # What DCP calls, in this order: the plans of all ranks meet on rank 0 before any rank writes.
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Torch would write in what is left over from another save."""
+        """Write nothing yet: torch would write into what is left over from another save."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -168,7 +162,7 @@ def load_checkpoint(
         except CheckpointError as error:
             skipped.append(error.what)
         except CheckpointException as error:
-            skipped.append(_cause(error, f"load {checkpoint}"))
+            skipped.append(_first_failure(error, f"load {checkpoint}"))
         else:
             set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
             return step_of(checkpoint), skipped
@@ -195,44 +189,35 @@ class _FinitePlanner(DefaultSavePlanner):
 
 
 def _verified(folder: CheckpointFolder, checkpoint: Path, world: World) -> SafeReader:
-    """A reader of a checkpoint whose files are what was written, or `CheckpointError` on all ranks."""
+    """A reader of a checkpoint whose files are what was written, or `CheckpointError` on all ranks.
+
+    Each rank reads the metadata and its share of the other files.
+    """
     reader = SafeReader(checkpoint)
     problem = None
     try:
-        _check_share(folder, reader, world)
+        files = folder.read_marker(checkpoint).files
+        if METADATA not in files:
+            raise CheckpointError(f"{checkpoint / MARKER} is damaged: it does not name {METADATA}")  # noqa: TRY301
+        for name in sorted({METADATA, *sorted(files)[world.rank :: world.size]}):
+            check_contents(checkpoint / name, files[name])
+        with naming("read", checkpoint / METADATA):
+            stored = reader.read_metadata().storage_data
+        if left := {info.relative_path for info in stored.values()} - files.keys():
+            problem = f"{checkpoint / METADATA} refers to {min(left)}, which is no part of the checkpoint"
     except CheckpointError as error:
         problem = error.what
-    except (OSError, pickle.UnpicklingError) as error:
-        problem = f"cannot read {checkpoint / METADATA}: {_text(error)}"
     for found in world.gather(problem):
         if found is not None:
             raise CheckpointError(found)
     return reader
 
 
-def _check_share(folder: CheckpointFolder, reader: SafeReader, world: World) -> None:
-    """Compare with what was written: the metadata, on every rank, and this rank's share of the other files."""
-    checkpoint = Path(reader.path)
-    files = folder.read_marker(checkpoint).files
-    if METADATA not in files:
-        raise CheckpointError(f"{checkpoint / MARKER} is damaged: it does not name {METADATA}")
-    for name in sorted({METADATA, *sorted(files)[world.rank :: world.size]}):
-        check_contents(checkpoint / name, files[name])
-    named = {info.relative_path for info in reader.read_metadata().storage_data.values()}
-    if left := named - files.keys():
-        raise CheckpointError(f"{checkpoint / METADATA} refers to {min(left)}, which is no part of the checkpoint")
-
-
-def _cause(error: CheckpointException, what: str) -> str:
-    """What went wrong on the first rank on which something did; the same on all ranks."""
+def _first_failure(error: CheckpointException, what: str) -> str:
+    """What went wrong on the first rank on which something did, and with which file; the same on all ranks."""
     rank = min(error.failures)
     cause, _ = error.failures[rank]
-    return cause.what if isinstance(cause, CheckpointError) else f"rank {rank} cannot {what}: {_text(cause)}"
-
-
-def _text(error: BaseException) -> str:
-    """One line that says what happened to which file."""
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
-    first, *_ = str(error).splitlines() or [""]
-    return f"{type(error).__name__}: {first}"
+    if isinstance(cause, CheckpointError):
+        return cause.what
+    file = f"{cause.filename}: " if isinstance(cause, OSError) and cause.filename is not None else ""
+    return f"rank {rank} cannot {what}: {file}{cause_of(cause)}"

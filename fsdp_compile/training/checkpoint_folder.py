@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from fsdp_compile.errors import CheckpointError
-from fsdp_compile.formats.files import MARKER, FileDigest, Marker, check_size, read_marker
+from fsdp_compile.formats.files import MARKER, FileDigest, Marker, check_size, read_marker, sync
 
 _NAME = re.compile(r"step-([0-9]{6}|[1-9][0-9]{6,})")  # as `finish` writes them: a copy may have more zeros
 _DISCARDED = ".discarded-"
@@ -93,8 +93,8 @@ class CheckpointFolder:
             marker.write_text(json.dumps(asdict(Marker(self.run, step, files)), indent=1))
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(marker)) from None  # a failed write names no file
-        _sync(marker)
-        _sync(self.partial)
+        sync(marker)
+        sync(self.partial)
         complete = self.path / f"step-{step:06d}"
         if self._is_own(complete):
             shutil.rmtree(_renamed(complete, f"{_DISCARDED}{complete.name}"), ignore_errors=True)
@@ -102,7 +102,7 @@ class CheckpointFolder:
             _renamed(complete, f"{complete.name}.aside")
         # A rename is atomic: all of the new folder is there, or nothing.
         self.partial.rename(complete)
-        _sync(self.path)
+        sync(self.path)
         # Only now, so that there is a complete checkpoint at any time.
         problems, good = [], 0
         for path in self.candidates():
@@ -119,7 +119,7 @@ class CheckpointFolder:
         return tuple(problems)
 
     def abandon(self) -> None:
-        """Remove what was written of a checkpoint that cannot be completed, so that a full disk has room."""
+        """Remove what was written of a checkpoint that cannot be completed."""
         shutil.rmtree(self.partial, ignore_errors=True)
 
     def set_aside_after(self, step: int) -> None:
@@ -135,15 +135,6 @@ class CheckpointFolder:
             return not checkpoint.is_symlink() and {path.name for path in checkpoint.iterdir()} <= known
         except (CheckpointError, OSError):
             return False
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file, or the names of a folder's files, are on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _renamed(path: Path, name: str) -> Path:

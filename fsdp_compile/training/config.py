@@ -54,7 +54,7 @@ class TrainConfig:
     mixed_precision: MixedPrecision = option("none", "bf16: gather and compute in bfloat16, reduce in float32")  # noqa: RUF009
     replicas: int = option(1, "copies of the model, each sharded over ranks / replicas ranks", at_least=1)
     on_nonfinite: OnNonFinite = option("stop", "a loss or gradient not finite: stop ends, skip goes on without update")  # noqa: RUF009
-    seed: int = option(0, "decides initial weights, batches and sample", at_least=0, at_most=2**63 - 1)
+    seed: int = option(0, "decides initial weights and batches", at_least=0, at_most=2**63 - 1)
     log_every: int = option(5, "steps between two lines of metrics", at_least=1)
     profile: bool = option(default=False, about="print the times of the third step, planned and measured")
     eval_every: int = option(50, "steps between two held-out losses", at_least=1)
@@ -62,9 +62,6 @@ class TrainConfig:
     checkpoint_every: int = option(50, "steps between two checkpoints", at_least=1)
     keep_checkpoints: int = option(2, "newest checkpoints of the run that are kept", at_least=1)
     async_checkpoints: bool = option(default=False, about="go on while checkpoints are written from a copy on the host")
-    prompt: str = option("def ", "text that the sample at the end continues")
-    sample_bytes: int = option(256, "length in bytes of the sample at the end; 0 for none", at_least=0)
-    temperature: float = option(0.6, "randomness of the sample: 0 takes the likeliest byte", at_least=0)
 
     def __post_init__(self) -> None:
         # From the command line and from JSON they come as text.
@@ -75,8 +72,6 @@ class TrainConfig:
         if self.width % self.heads != 0 or self.width // self.heads % 2 != 0:
             what = f"{self.heads} heads do not split {self.width} features into even parts"
             raise ConfigError(what, where="--width, --heads", instead="a width that is a multiple of twice the heads")
-        if not self.prompt and self.sample_bytes > 0:
-            raise ConfigError("a sample needs a text to continue", where="--prompt", instead="--sample-bytes 0")
 
     def learning_rate_of(self, step: int) -> float:
         """The learning rate of a step, counted from 1: it depends on the step alone, so a resumed run needs no state.

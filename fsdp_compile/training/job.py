@@ -15,7 +15,7 @@ from typing import Any
 
 from fsdp_compile.comm.placement import TIMEOUT_S, DeviceKind, Placement
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.formats.files import MARKER, check_contents, check_size
+from fsdp_compile.formats.files import check_contents, check_size
 from fsdp_compile.training.checkpoint_folder import CheckpointFolder, step_of
 from fsdp_compile.training.config import TrainConfig
 
@@ -51,10 +51,6 @@ class Run:
             raise ConfigError(f"there is no run in {folder}", where="--resume", instead="the --out folder of a run")
         try:
             written: dict[str, Any] = json.loads(path.read_text())
-            if "options" in written and "run" not in written:
-                what = f"the run in {folder} was started by an earlier version of fsdp_compile, without {MARKER}"
-                instead = f"a new run, or that version; torch.distributed.checkpoint reads {folder / CHECKPOINTS}"
-                raise ConfigError(what, where="--resume", instead=instead)
             return cls(**written | {"options": TrainConfig(**written["options"])})
         except OSError as error:
             raise ConfigError(f"cannot read {path}: {error.strerror}", where="--resume") from error

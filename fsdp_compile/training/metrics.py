@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -65,14 +65,10 @@ def drop_records_after(path: Path, step: int) -> None:
     aside.replace(path)
 
 
-def held_out_losses(records: Iterable[Record]) -> list[tuple[int, float]]:
-    """Steps and held-out losses where there are any."""
-    return [(record.step, record.held_out_loss) for record in records if record.held_out_loss is not None]
-
-
 def summary(records: Sequence[Record], steps: int, time_s: float) -> str:
     """One line: the held-out loss before and after a run."""
-    before, after = held_out_losses(records)[0][1], records[-1].held_out_loss
+    before = next((each.held_out_loss for each in records if each.held_out_loss is not None), math.nan)
+    after = records[-1].held_out_loss
     ended = f"after {steps} steps, {time_s:.0f} s"
     if after is None:  # the last one that there is would be that of an earlier step
         return f"held-out loss {before:.3f} -> not finite {ended}"

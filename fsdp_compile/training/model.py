@@ -1,4 +1,4 @@
-"""A Llama-style language model (RMSNorm, rotary positions, SwiGLU, causal attention), and text that it writes.
+"""A Llama-style language model (RMSNorm, rotary positions, SwiGLU, causal attention).
 
 Shapes are written with B = sequences, T = positions, D = width, H = heads, V = vocabulary.
 """
@@ -11,14 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fsdp_compile.training.config import TrainConfig
-
 VOCABULARY = 256
 """One token per byte value."""
 ROTARY_BASE = 10_000.0
 INIT_STD = 0.02
-SMALLEST_TEMPERATURE = 1e-6
-"""Below it the likeliest byte is taken: logits divided by it would not stay numbers of float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,30 +128,3 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
     return (x * cos + turned * sin).type_as(x)
-
-
-@torch.no_grad()
-def generate(model: nn.Module, config: TrainConfig, device: torch.device) -> str:
-    """Continue `config.prompt` byte by byte; every rank calls this, since each byte gathers the parameters.
-
-    Args:
-        model: Tokens (1, T) int64 to logits (1, T, 256), not compiled: each length of the text would be another shape.
-        config: `sample_bytes` are added, of `seq_len` bytes of context; `seed` decides them, unless `temperature` is 0.
-        device: Of the model.
-
-    Returns:
-        The prompt and what follows it, up to where a logit is not finite; bytes that are not UTF-8 become U+FFFD.
-    """
-    dice = torch.Generator().manual_seed(config.seed)
-    text = list(config.prompt.encode(errors="surrogateescape"))  # recovers bytes of a command line that are not UTF-8
-    for _ in range(config.sample_bytes):
-        context = torch.tensor([text[-config.seq_len :]], device=device)
-        logits = model(context)[0, -1].float().cpu()
-        if not logits.isfinite().all():
-            break
-        if config.temperature < SMALLEST_TEMPERATURE:
-            text.append(int(logits.argmax()))
-        else:
-            weights = torch.softmax(logits / config.temperature, dim=0)
-            text.append(int(torch.multinomial(weights, 1, generator=dice)))
-    return bytes(text).decode(errors="replace")

@@ -22,12 +22,12 @@ from fsdp_compile.errors import ConfigError, FSDPCompileError, RankMismatchError
 from fsdp_compile.explain.step_profile import profile_step
 from fsdp_compile.sharding.fully_shard import fully_shard
 from fsdp_compile.training import metrics
-from fsdp_compile.training.checkpoint import SaveMode, Saves, load_checkpoint
+from fsdp_compile.training.checkpoint import Saves, load_checkpoint
 from fsdp_compile.training.config import MixedPrecision, OnNonFinite
 from fsdp_compile.training.data import Corpus, draw_batch, read_corpus
 from fsdp_compile.training.job import METRICS, Job, lock_run
 from fsdp_compile.training.metrics import Board, Display, Record
-from fsdp_compile.training.model import Llama, ModelShape, generate
+from fsdp_compile.training.model import Llama, ModelShape
 
 BETAS = (0.9, 0.95)
 
@@ -85,8 +85,8 @@ class Trainer:
         self.compiled = torch.compile(self.model, backend="fsdp")
         # A plain model is sharded at its first call; this optimizer gets the sharded parameters at its next step.
         self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=BETAS, weight_decay=options.weight_decay)
-        mode = SaveMode.BACKGROUND if options.async_checkpoints else SaveMode.WAIT
-        self.saves = Saves(job.checkpoints, world, keep=options.keep_checkpoints, mode=mode)
+        in_background = options.async_checkpoints
+        self.saves = Saves(job.checkpoints, world, keep=options.keep_checkpoints, in_background=in_background)
 
     def run(self) -> None:
         """Train from the newest checkpoint, or the first step, to the last step."""
@@ -222,15 +222,9 @@ class Trainer:
 
     def _finish(self) -> None:
         folder, say = self.job.folder, self.display.say
-        # On every rank, since each byte gathers parameters.
-        text = generate(self.model, self.options, self.world.device)
         self._say_once(self.saves.wait())
         if self.world.rank != 0:
             return
-        if self.options.sample_bytes:
-            sample = folder / "sample.txt"
-            sample.write_text(text, encoding="utf-8")
-            say(f"---- sample, {sample} ----\n{text}\n----")
         records = metrics.read_records(folder / METRICS)
         if metrics.plot_records(records, plot := folder / "metrics.png"):
             say(f"curves: {plot}")

@@ -14,12 +14,6 @@ class Start(StrEnum):
     COMMAND = "fsdp-compile train"
 
 
-class Way(StrEnum):
-    """How the model runs. An uncompiled one is FSDP2's, and so are its faults."""
-
-    COMPILED = "compiled"
-
-
 @dataclasses.dataclass(frozen=True)
 class Fault:
     """A fault of rank 1 of two.
@@ -33,14 +27,13 @@ class Fault:
     """
 
     name: str
-    way: Way
     start: Start
     told: str
     own: str | None = None
     stays: bool = False
 
     def __str__(self) -> str:
-        return f"{self.name}, {self.way}, {self.start}"
+        return f"{self.name}, {self.start}"
 
 
 _ROW = "ValueError: a row of this rank's data is broken"
@@ -73,12 +66,8 @@ _COMMAND: dict[str, tuple[str, str | None]] = {
 }
 
 
-def _faults(said: dict[str, tuple[str, str | None]], way: Way, start: Start) -> list[Fault]:
-    return [Fault(name, way, start, told, own, stays=name.startswith("stopped")) for name, (told, own) in said.items()]
-
-
 FAULTS = [
-    *_faults(_COMPILED, Way.COMPILED, Start.ALONE),
-    *_faults(_COMPILED, Way.COMPILED, Start.TORCHRUN),
-    *_faults(_COMMAND, Way.COMPILED, Start.COMMAND),
+    Fault(name, start, told, own, stays=name.startswith("stopped"))
+    for start, said in ((Start.ALONE, _COMPILED), (Start.TORCHRUN, _COMPILED), (Start.COMMAND, _COMMAND))
+    for name, (told, own) in said.items()
 ]

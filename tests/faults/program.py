@@ -1,8 +1,8 @@
 """A training program in which rank 1 has a fault, as torchrun starts it or one process for each rank without it.
 
-    python program.py FAULT WAY TIMEOUT_S    with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT
+    python program.py FAULT TIMEOUT_S    with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT
 
-WAY is "compiled" or "uncompiled". Each rank prints its process, and the time when it comes to the fault.
+Each rank prints its process, and the time when it comes to the fault.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_compile import fully_shard
 
-FAULT, WAY, TIMEOUT_S = (*sys.argv[1:4], "", "", "")[:3]
+FAULT, TIMEOUT_S = (*sys.argv[1:3], "", "")[:2]
 LATER = 2
 """The step of faults that come when everything is compiled."""
 
@@ -83,10 +83,6 @@ def _options() -> dict[str, Any]:
     return options
 
 
-def _settings() -> dict[str, Any]:
-    return {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)} if _has("other setting") else {}
-
-
 def _main() -> None:
     print(f"process {os.getpid()}", flush=True)
     dist.init_process_group("gloo", timeout=timedelta(seconds=float(TIMEOUT_S)))
@@ -95,8 +91,8 @@ def _main() -> None:
     model = _Model()
     options = _options()
     _do("first")
-    fully_shard(model, **_settings())
-    run = torch.compile(model, backend="fsdp", options=options) if WAY == "compiled" else model
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16 if _has("other setting") else None))
+    run = torch.compile(model, backend="fsdp", options=options)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for step in range(4):
         if step == LATER:

@@ -55,6 +55,11 @@ class Outcome:
         """Whether all ranks ended by an error within the timeout and 5 s."""
         return self.failed and self.ended_s is not None and self.ended_s <= ENDS_WITHIN_S
 
+    @property
+    def is_good(self) -> bool:
+        """Whether they also said why."""
+        return self.is_in_time and self.named
+
 
 def run(fault: Fault, folder: Path) -> Outcome:
     """One run, in an empty folder."""
@@ -68,7 +73,7 @@ def run(fault: Fault, folder: Path) -> Outcome:
 
 
 def _arguments(fault: Fault) -> list[str]:
-    return [_PROGRAM, fault.name, fault.way, str(TIMEOUT_S)]
+    return [_PROGRAM, fault.name, str(TIMEOUT_S)]
 
 
 def _run_alone(fault: Fault, folder: Path) -> Outcome:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests import long
-from tests.faults.__main__ import load, row, save
-from tests.faults.listed import FAULTS, Fault, Start, Way
+from tests.faults.__main__ import row
+from tests.faults.listed import FAULTS, Fault, Start
 from tests.faults.run import ENDS_WITHIN_S, Outcome, run
 
-ALWAYS = [f for f in FAULTS if (f.name, f.way, f.start) == ("killed later", Way.COMPILED, Start.ALONE)]
+ALWAYS = [f for f in FAULTS if (f.name, f.start) == ("killed later", Start.ALONE)]
 
 
 @long.parametrize("fault", FAULTS, always=ALWAYS, ids=str)
@@ -30,15 +30,3 @@ def test_a_row_counts_what_ended_in_time_and_what_was_named() -> None:
     assert row(ALWAYS[0], [good, late, went_on]).endswith("| 1 of 3 | 16.0 s | 2 of 3 |")
     killed = Outcome(None, failed=True, named=True, output="")
     assert row(ALWAYS[0], [good, killed]).endswith("| 1 of 2 | not ended | 1 of 2 |")
-
-
-def test_outcomes_add_up_in_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "faults.json"
-    assert load(file) == {}
-    runs = {str(FAULTS[0]): [Outcome(3.04, failed=True, named=True, output="")], str(FAULTS[1]): []}
-    save(file, runs)
-    runs[str(FAULTS[1])].append(Outcome(None, failed=False, named=False, output="long"))
-    save(file, runs)
-    runs[str(FAULTS[1])] = [Outcome(None, failed=False, named=False, output="")]  # what it printed is not in the file
-    assert load(file) == runs
-    assert list(tmp_path.iterdir()) == [file]

@@ -23,7 +23,7 @@ COMPILES_WITHIN_S = 400.0
 """Four ranks that start, compile and train on a busy machine."""
 TRAIN = (
     *("--steps", str(STEPS), "--checkpoint-every", "20", "--eval-every", "400", "--log-every", "1"),
-    *("--width", "16", "--layers", "1", "--heads", "2", "--seq-len", "16", "--batch-size", "4", "--sample-bytes", "0"),
+    *("--width", "16", "--layers", "1", "--heads", "2", "--seq-len", "16", "--batch-size", "4"),
 )
 
 

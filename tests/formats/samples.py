@@ -57,10 +57,9 @@ def _assert_same_value(mine: Any, theirs: Any, name: str) -> None:
         assert torch.equal(*bits), name
     elif isinstance(theirs, dict):
         assert_same(mine, theirs)
-    elif isinstance(theirs, list):
-        assert len(mine) == len(theirs)
-        for number, value in enumerate(theirs):
-            _assert_same_value(mine[number], value, f"{name}.{number}")
+    elif isinstance(theirs, list | tuple):  # what rank 0 sends comes as a list
+        for number, (one, other) in enumerate(zip(mine, theirs, strict=True)):
+            _assert_same_value(one, other, f"{name}.{number}")
     else:
         assert mine == theirs, name
 

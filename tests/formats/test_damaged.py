@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import os
 import pickle
 import shutil
 import struct
@@ -20,27 +18,17 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import fully_shard
 from fsdp_compile.cli.main import main
 from fsdp_compile.errors import CheckpointError
-from fsdp_compile.formats.checkpoint import Finite, Format, open_checkpoint, verify_checkpoint
+from fsdp_compile.formats.checkpoint import Format, open_checkpoint, verify_checkpoint
 from fsdp_compile.formats.convert import ConvertOptions, convert_checkpoint
+from tests.formats.damage import Hostile, harm_in_entry, harm_in_metadata, in_metadata, move_shards, replace, truncate
 from tests.formats.samples import save_sharded, save_steps
 from tests.ranks import run_ranks
-
-
-class Hostile:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
-        return os.mkdir, (str(self.folder),)
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +45,6 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _truncate(file: Path) -> None:
-    os.truncate(file, file.stat().st_size - 9)
-
-
 def _flip(file: Path) -> None:
     """Changes a bit of the first tensor that `torch.save` wrote into a file."""
     contents = bytearray(file.read_bytes())
@@ -74,10 +58,6 @@ def _flip(file: Path) -> None:
     file.write_bytes(contents)
 
 
-def _replace(file: Path) -> None:
-    file.write_bytes(b"foreign" * 100)
-
-
 def _harm(file: Path) -> None:
     torch.save({"weight": torch.ones(2), "harm": Hostile(file.parent / "executed")}, file)
 
@@ -86,73 +66,12 @@ def _harm_by_pickle(file: Path) -> None:
     file.write_bytes(pickle.dumps(Hostile(file.parent / "executed"), protocol=2))
 
 
-def _metadata(file: Path) -> Metadata:
-    return pickle.loads(file.read_bytes())
+def _change_dtype(metadata: Any) -> None:
+    metadata.state_dict_metadata["model.first.weight"].properties.dtype = torch.int32
 
 
-def _harm_in_metadata(file: Path) -> None:
-    metadata = _metadata(file)
-    metadata.planner_data = Hostile(file.parent / "executed")
-    file.write_bytes(pickle.dumps(metadata))
-
-
-def _harm_in_value(file: Path) -> None:
-    metadata = _metadata(file)
-    hostile = io.BytesIO()
-    torch.save(Hostile(file.parent / "executed"), hostile)
-    for index, info in metadata.storage_data.items():
-        if index.fqn == "optimizer.param_groups.0.lr":
-            shard = file.with_name(info.relative_path)
-            info.offset, info.length = shard.stat().st_size, len(hostile.getvalue())
-            with shard.open("ab") as end:
-                end.write(hostile.getvalue())
-    file.write_bytes(pickle.dumps(metadata))
-
-
-def _change_chunks(change: Callable[[Any], None]) -> Callable[[Path], None]:
-    def damage(file: Path) -> None:
-        metadata = _metadata(file)
-        change(metadata.state_dict_metadata["model.first.weight"])
-        file.write_bytes(pickle.dumps(metadata))
-
-    return damage
-
-
-def _grow(described: Any) -> None:
-    described.size = torch.Size([10**9, 10**9])
-    described.chunks[:] = [ChunkStorageMetadata(torch.Size([0, 0]), described.size)]
-
-
-def _lose_a_chunk(described: Any) -> None:
-    del described.chunks[-1]
-
-
-def _double_a_chunk(described: Any) -> None:
-    described.chunks.append(ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([1, 1])))
-
-
-def _change_dtype(described: Any) -> None:
-    described.properties.dtype = torch.int32
-
-
-def _lose_a_place(file: Path) -> None:
-    metadata = _metadata(file)
-    lost = next(index for index in metadata.storage_data if index.fqn == "model.first.weight")
-    del metadata.storage_data[lost]
-    file.write_bytes(pickle.dumps(metadata))
-
-
-def _move(file: Path) -> None:
-    metadata = _metadata(file)
-    for info in metadata.storage_data.values():
-        info.relative_path = "../" + info.relative_path
-    file.write_bytes(pickle.dumps(metadata))
-
-
-def _contradict(file: Path) -> None:
-    metadata = _metadata(file)
+def _contradict(metadata: Any) -> None:
     metadata.planner_data["model.scale"] = ("model", "first.weight")
-    file.write_bytes(pickle.dumps(metadata))
 
 
 def _rename_in_index(file: Path) -> None:
@@ -171,24 +90,20 @@ def _point_elsewhere(file: Path) -> None:
 
 DAMAGE: dict[str, tuple[str, str, Callable[[Path], Any], str]] = {
     "shard, missing": ("dcp", "__1_0.distcp", Path.unlink, "cannot read {file}: No such file or directory"),
-    "shard, cut off": ("dcp", "__1_0.distcp", _truncate, "{file} has "),
+    "shard, cut off": ("dcp", "__1_0.distcp", truncate, "{file} has "),
     "shard, flipped": ("dcp", "__0_0.distcp", _flip, "the contents of {file}, bytes "),
-    "shard, foreign": ("dcp", "__2_0.distcp", _replace, "{file} has 700 bytes, and should have "),
-    "metadata, cut off": ("dcp", ".metadata", _truncate, "cannot read {file}: "),
-    "metadata, foreign": ("dcp", ".metadata", _replace, "cannot read {file}: "),
-    "metadata, hostile": ("dcp", ".metadata", _harm_in_metadata, "refers to posix.mkdir, which no checkpoint"),
-    "a value, hostile": ("dcp", ".metadata", _harm_in_value, "refers to posix.mkdir, which no checkpoint"),
-    "chunks, lost": ("dcp", ".metadata", _change_chunks(_lose_a_chunk), "does not have all of model.first.weight"),
-    "chunks, twice": ("dcp", ".metadata", _change_chunks(_double_a_chunk), "does not have all of model.first.weight"),
-    "chunks, too large": ("dcp", ".metadata", _change_chunks(_grow), "where the 4000000000000000000 bytes of "),
-    "another dtype": ("dcp", ".metadata", _change_chunks(_change_dtype), "has no torch.int32 for model.first.weight"),
-    "a chunk nowhere": ("dcp", ".metadata", _lose_a_place, "does not say where the "),
-    "a file elsewhere": ("dcp", ".metadata", _move, "../__"),
-    "a place that is taken": ("dcp", ".metadata", _contradict, "the place of model.scale is "),
+    "shard, foreign": ("dcp", "__2_0.distcp", replace, "{file} has 700 bytes, and should have "),
+    "metadata, cut off": ("dcp", ".metadata", truncate, "cannot read {file}: "),
+    "metadata, foreign": ("dcp", ".metadata", replace, "cannot read {file}: "),
+    "metadata, hostile": ("dcp", ".metadata", harm_in_metadata, "refers to posix.mkdir, which no checkpoint"),
+    "a value, hostile": ("dcp", ".metadata", harm_in_entry("optimizer.param_groups.0.lr"), "refers to posix.mkdir,"),
+    "another dtype": ("dcp", ".metadata", in_metadata(_change_dtype), "has no torch.int32 for model.first.weight"),
+    "a file elsewhere": ("dcp", ".metadata", in_metadata(move_shards), "../step-000001/__"),
+    "a place that is taken": ("dcp", ".metadata", in_metadata(_contradict), "the place of model.scale is "),
     "step, flipped": ("steps/step-000002", "__0_0.distcp", _flip, "the contents of {file} have changed: its SHA-256"),
     "step, without file": ("steps/step-000002", "__1_0.distcp", Path.unlink, "cannot read {file}: No such file"),
-    "step, marker cut off": ("steps/step-000002", "complete.json", _truncate, "{file} is damaged: JSONDecodeError"),
-    "torch, cut off": ("model.pt", "", _truncate, "{file} is cut off, or no file of torch.save"),
+    "step, marker cut off": ("steps/step-000002", "complete.json", truncate, "cannot read {file}: JSONDecodeError"),
+    "torch, cut off": ("model.pt", "", truncate, "{file} is cut off, or no file of torch.save"),
     "torch, flipped": (
         "model.pt",
         "",
@@ -203,16 +118,16 @@ DAMAGE: dict[str, tuple[str, str, Callable[[Path], Any], str]] = {
     ),
     "a pickle": ("model.pt", "", _harm_by_pickle, "{file} is cut off, or no file of torch.save"),
     "empty": ("model.pt", "", lambda file: file.write_bytes(b""), "{file} is cut off, or no file of torch.save"),
-    "foreign": ("model.pt", "", _replace, "{file} is cut off, or no file of torch.save"),
+    "foreign": ("model.pt", "", replace, "{file} is cut off, or no file of torch.save"),
     "no dictionary": ("model.pt", "", lambda file: torch.save([torch.ones(2)], file), "{file} holds a list"),
-    "safetensors, cut off": ("model.safetensors", "", _truncate, "cannot read {file}: "),
+    "safetensors, cut off": ("model.safetensors", "", truncate, "cannot read {file}: "),
     "index, missing": ("hf", "model.safetensors.index.json", Path.unlink, "4 files of safetensors and no"),
-    "index, cut off": ("hf", "model.safetensors.index.json", _truncate, "cannot read {file}: JSONDecodeError"),
+    "index, cut off": ("hf", "model.safetensors.index.json", truncate, "cannot read {file}: JSONDecodeError"),
     "index, another name": ("hf", "model.safetensors.index.json", _rename_in_index, "disagree about first.weight"),
     "index, no name": ("hf", "model.safetensors.index.json", _forget_in_index, "disagree about first.weight"),
     "index, elsewhere": ("hf", "model.safetensors.index.json", _point_elsewhere, "refers to ../model-00001-of-00004"),
     "a shard, missing": ("hf", "model-00002-of-00004.safetensors", Path.unlink, "cannot read {file}: No such file"),
-    "a shard, cut off": ("hf", "model-00002-of-00004.safetensors", _truncate, "cannot read {file}: "),
+    "a shard, cut off": ("hf", "model-00002-of-00004.safetensors", truncate, "cannot read {file}: "),
 }
 """The checkpoint, its file that is damaged, how, and a part of what is said."""
 
@@ -251,7 +166,7 @@ def test_values_that_are_not_finite_are_found_if_asked_for(value: float, dtype: 
     torch.save({"fine": torch.ones(2), "count": torch.tensor(3), "weight": weight.to(dtype)}, tmp_path / "a.pt")
     verify_checkpoint(tmp_path / "a.pt")
     with pytest.raises(CheckpointError, match=rf"weight in {tmp_path}/a.pt has values that are not finite"):
-        verify_checkpoint(tmp_path / "a.pt", Finite.REQUIRE)
+        verify_checkpoint(tmp_path / "a.pt", finite=True)
 
 
 def _save_local(folder: Path) -> None:

@@ -23,7 +23,7 @@ from fsdp_compile.optim.flat_step import flat_step
 from fsdp_compile.optim.grad_scaler import GradScaler
 from fsdp_compile.optim.owners import matrix_cost, shares_of
 from fsdp_compile.optim.whole_step import whole_step
-from fsdp_compile.state.full_tensors import full_tensors
+from fsdp_compile.state.full_params import full_tensors
 from tests import long
 from tests.fsdp2.models import mesh_of
 from tests.optim.library_optimizers import Counting, Lamb, Shampoo, Soap, with_gradients

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from torch.distributed.fsdp import (
 
 from fsdp_compile import (
     flat_step,
+    full_tensors,
     no_sync,
     optim_state_dict,
     optim_state_dict_to_load,
@@ -35,10 +37,10 @@ from fsdp_compile import (
     units,
 )
 from tests.fsdp2.decoder import VOCABULARY, Decoder, Tied, cross_entropy, gathered_by_hooks
+from tests.fsdp2.models import assert_same
 from tests.numerics.fsdp2.options import LAYOUTS
 from tests.pairwise import Row, Value
-from tests.state.optim_models import all_values, assert_same
-from tests.two_sides import mean_over_ranks, share
+from tests.two_sides import mean_over_ranks, share, whole
 
 
 def _frozen() -> Decoder:
@@ -197,6 +199,19 @@ class _Side:
         own = functools.partial(optim_state_dict, config=ShardedOptimStateDictConfig())
         of_optimizer: Any = own if self.row["kind"] == "FSDP1, sharded" else get_optimizer_state_dict
         return {"model": get_model_state_dict(self.model), "optimizer": of_optimizer(self.model, self.optimizer)}
+
+
+def all_values(model: Any, optimizer: optim.Optimizer) -> dict[str, Any]:
+    """Every value of model and optimizer, full, by name."""
+    names = {p: name for name, p in model.named_parameters()}
+    found: dict[str, Any] = {f"model {name}": value.clone() for name, value in full_tensors(model)}
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            found[f"{key} of {names[parameter]}"] = copy.deepcopy(whole(value))
+    for number, group in enumerate(optimizer.param_groups):
+        settings = {k: list(v) if isinstance(v, tuple) else v for k, v in group.items() if k != "params"}
+        found[f"group {number}"] = (settings, [names[p] for p in group["params"]])
+    return found
 
 
 def save(rows: list[Row], folder: Path) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from fsdp_compile import fully_shard
 from tests import long
 from tests.ranks import on_ranks
-from tests.two_sides import compile_eagerly
+from tests.two_sides import compile_eagerly, whole
 
 
 class Average(enum.Enum):
@@ -25,10 +25,6 @@ class Average(enum.Enum):
     MOVING = "moving"
     BY_STATE_DICTS = "by state dicts"
     """As timm's ModelEmaV3 with `foreach=False`."""
-    BY_COPIES = "by copies"
-    """As timm's ModelEmaV2."""
-    BY_PARAMETERS = "by parameters"
-    """As timm's ModelEmaV3 with `exclude_buffers=True`."""
 
 
 def _model() -> nn.Module:
@@ -37,10 +33,9 @@ def _model() -> nn.Module:
 
 
 def _averaged(model: nn.Module, how: Average) -> tuple[nn.Module, Callable[[], object]]:
-    update = _TIMMS.get(how)
-    if update is not None:
+    if how is Average.BY_STATE_DICTS:
         kept = copy.deepcopy(model).eval()
-        return kept, lambda: update(kept, model)
+        return kept, lambda: _update_by_state_dicts(kept, model)
     average = None if how is Average.MEAN else get_ema_multi_avg_fn(0.9)
     made = AveragedModel(model, multi_avg_fn=average)
     return made.module, lambda: made.update_parameters(model)
@@ -53,26 +48,6 @@ def _update_by_state_dicts(kept: nn.Module, model: nn.Module) -> None:
             held.lerp_(new, 0.1)
         else:
             held.copy_(new)
-
-
-@torch.no_grad()
-def _update_by_copies(kept: nn.Module, model: nn.Module) -> None:
-    for held, new in zip(kept.state_dict().values(), model.state_dict().values(), strict=True):
-        held.copy_(0.9 * held + (1.0 - 0.9) * new)
-
-
-@torch.no_grad()
-def _update_by_parameters(kept: nn.Module, model: nn.Module) -> None:
-    torch._foreach_lerp_(list(kept.parameters()), list(model.parameters()), weight=0.1)
-    for held, new in zip(kept.buffers(), model.buffers(), strict=True):
-        held.copy_(new)
-
-
-_TIMMS = {
-    Average.BY_STATE_DICTS: _update_by_state_dicts,
-    Average.BY_COPIES: _update_by_copies,
-    Average.BY_PARAMETERS: _update_by_parameters,
-}
 
 
 def _trained(how: Average, *, sharded: bool, compiled: bool) -> nn.Module:
@@ -93,19 +68,14 @@ def _trained(how: Average, *, sharded: bool, compiled: bool) -> nn.Module:
     return averaged
 
 
-def _full(model: nn.Module) -> list[torch.Tensor]:
-    found: list[Any] = [*model.parameters(), *model.buffers()]
-    return [value.full_tensor() if hasattr(value, "full_tensor") else value.detach() for value in found]
-
-
 @long.parametrize("compiled", [False, True], always=[False])
 @long.parametrize("how", Average, always=[Average.MOVING])
 @on_ranks()
 def test_averages_equal_one_process(how: Average, *, compiled: bool) -> None:
     mine = _trained(how, sharded=True, compiled=compiled)
     theirs = _trained(how, sharded=False, compiled=False)
-    for one, other in zip(_full(mine), _full(theirs), strict=True):
-        torch.testing.assert_close(one, other)
+    for one, other in zip(mine.state_dict().values(), theirs.state_dict().values(), strict=True):
+        torch.testing.assert_close(whole(one), other)
     batch = torch.ones(2, 6)
     torch.testing.assert_close(mine.eval()(batch), theirs.eval()(batch))
 

@@ -14,8 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile.errors import ConfigError, RankMismatchError
-from fsdp_compile.state.full_params import full_params
-from fsdp_compile.state.full_tensors import full_tensors
+from fsdp_compile.state.full_params import full_params, full_tensors
 from tests import long
 from tests.fsdp2.models import batch, made, mesh_of, sharded
 from tests.ranks import on_ranks, run_ranks
@@ -76,40 +75,26 @@ def test_everything_is_full_inside_and_what_was_written_is_kept(shape: tuple[int
     run_ranks(_check_view, shape, world_size=torch.Size(shape).numel())
 
 
-def _assign_first(model: Any, new: torch.Tensor) -> None:
-    model.first.weight = nn.Parameter(new)
-
-
-def _assign_second(model: Any, new: torch.Tensor) -> None:
-    model.last.weight = nn.Parameter(new)
-
-
-def _load_both(model: Any, new: torch.Tensor) -> None:
-    model.load_state_dict({"first.weight": new, "last.weight": new.clone()}, strict=False, assign=True)
-
-
-def _untie(model: Any, new: torch.Tensor) -> None:
-    model.first.weight, model.last.weight = nn.Parameter(new), nn.Parameter(-new)
-
-
-def _remove(model: Any, _: torch.Tensor) -> None:
-    del model.last.weight
-
-
-def _reshape(model: Any, _: torch.Tensor) -> None:
-    model.last.weight = nn.Parameter(torch.ones(5 + dist.get_rank(), 5))
-
-
-def _freeze(model: Any, _: torch.Tensor) -> None:
-    model.first.weight.requires_grad_(requires_grad=False)
-
-
-def _cast(model: Any, new: torch.Tensor) -> None:
-    model.first.weight = nn.Parameter(new.double())
-
-
-def _to_meta(model: Any, new: torch.Tensor) -> None:
-    model.first.weight = nn.Parameter(new.to("meta"))
+Change = Callable[[Any, torch.Tensor], object]
+KEPT: list[Change] = [
+    lambda model, new: setattr(model.first, "weight", nn.Parameter(new)),
+    lambda model, new: setattr(model.last, "weight", nn.Parameter(new)),
+    lambda model, new: model.load_state_dict(
+        {"first.weight": new, "last.weight": new.clone()}, strict=False, assign=True
+    ),
+]
+REFUSED: dict[str, Change] = {
+    "different parameters": lambda model, new: model.load_state_dict(
+        {"first.weight": new, "last.weight": -new}, strict=False, assign=True
+    ),
+    "removed": lambda model, _: delattr(model.last, "weight"),
+    r"another shape, torch.Size\(\[[56], 5\]\)": lambda model, _: setattr(
+        model.last, "weight", nn.Parameter(torch.ones(5 + dist.get_rank(), 5))
+    ),
+    "another requires_grad, False": lambda model, _: model.first.weight.requires_grad_(requires_grad=False),
+    r"another dtype, torch\.float64": lambda model, new: setattr(model.first, "weight", nn.Parameter(new.double())),
+    "another is_meta, True": lambda model, new: setattr(model.first, "weight", nn.Parameter(new.to("meta"))),
+}
 
 
 @on_ranks(timeout_s=60)
@@ -117,21 +102,13 @@ def test_a_change_at_any_place_of_a_tied_parameter_counts_or_is_refused_on_all_r
     """What is put at one place of a tied parameter is at all of them; what cannot be kept is an error on all ranks."""
     new = torch.full((6, 6), 7.0)
     new[0] = torch.nan
-    for change in (_assign_first, _assign_second, _load_both):
+    for change in KEPT:
         model, _ = _pair()
         with full_params(model):
             change(model, new)
         assert model.last.weight is model.first.weight
         torch.testing.assert_close(whole(model.first.weight), new, rtol=0, atol=0, equal_nan=True)
-    refused: list[tuple[Callable[..., None], str]] = [
-        (_untie, "different parameters"),
-        (_remove, "removed"),
-        (_reshape, r"another shape, torch.Size\(\[[56], 5\]\)"),
-        (_freeze, "another requires_grad, False"),
-        (_cast, r"another dtype, torch\.float64"),
-        (_to_meta, "another is_meta, True"),
-    ]
-    for wrong, what in refused:
+    for what, wrong in REFUSED.items():
         for rank0_only in (False, True):
             for ranks in ((0,), (0,) if rank0_only else (0, 1)):
                 model, reference = _pair()

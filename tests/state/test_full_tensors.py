@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2.shards import own_part, shard_like
-from fsdp_compile.state.full_tensors import full_tensors
+from fsdp_compile.state.full_params import full_tensors
 from tests import long
 from tests.fsdp2.models import batch, local, made, mesh_of, sharded
 from tests.ranks import on_ranks, run_ranks
@@ -129,15 +129,16 @@ def test_a_plain_model_gives_what_it_has() -> None:
     _assert_is_state_dict(dict(full_tensors(model, rank0_only=True)), model)
 
 
-def _check_refused() -> None:
+@on_ranks()
+def test_inside_a_forward_it_is_refused() -> None:
     model = sharded()
-    handle = model.blocks[0].register_forward_hook(lambda *_: full_tensors(model))
+    model.blocks[0].register_forward_hook(lambda *_: full_tensors(model))
     with pytest.raises(ConfigError, match=r"full_tensors\(\) in a forward"):
         model(batch())
-    handle.remove()
 
 
-def _check_first_ranks() -> None:
+@on_ranks(world_size=4)
+def test_the_first_rank_must_be_that_of_all_meshes() -> None:
     parts: Any = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
     mesh = mesh_of((2, 2))
     fully_shard(parts[0], mesh=mesh["shard"])
@@ -145,8 +146,3 @@ def _check_first_ranks() -> None:
     if dist.get_rank() >= 2:  # these two have other first ranks than the mesh of all
         with pytest.raises(ConfigError, match=r"whose first ranks are \[0, 2\]"):
             full_tensors(parts, rank0_only=True)
-
-
-@pytest.mark.parametrize(("check", "world_size"), [(_check_refused, 2), (_check_first_ranks, 4)])
-def test_wrong_uses_are_refused(check: Any, world_size: int) -> None:
-    run_ranks(check, world_size=world_size)

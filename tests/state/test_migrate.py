@@ -1,8 +1,7 @@
-"""The lines of docs/migrate.md: what is written in the place of DDP's, FSDP1's and FSDP2's."""
+"""What DDP has saved is resumed sharded, by the lines of docs/migrate.md."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Callable
 from pathlib import Path
@@ -12,25 +11,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.checkpoint.state_dict import StateDictOptions
-from torch.distributed.fsdp import (
-    CPUOffload,
-    MixedPrecision,
-    OptimStateKeyType,
-    ShardingStrategy,
-)
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import OptimStateKeyType
 
-from fsdp_compile import (
-    full_params,
-    fully_shard,
-    materialize,
-    no_sync,
-    rekey_optim_state_dict,
-    units,
-)
-from tests.ranks import on_ranks, run_ranks
-from tests.two_sides import compile_eagerly
+from fsdp_compile import fully_shard, rekey_optim_state_dict
+from tests.ranks import run_ranks
+from tests.two_sides import compare_parameters, compile_eagerly
 
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
@@ -44,23 +29,12 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.05)
 
 
-def _batch() -> torch.Tensor:
-    return torch.randn(4, 6, generator=torch.Generator().manual_seed(7))
-
-
 def _train(called: Callable[..., torch.Tensor], optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
+    batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(7))
     for _ in range(steps):
-        called(_batch()).square().mean().backward()
+        called(batch).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-def _assert_equal(model: nn.Module, reference: nn.Module) -> None:
-    mine, theirs = dict(model.named_parameters()), dict(reference.named_parameters())
-    assert mine.keys() == theirs.keys()
-    for name, value in mine.items():
-        assert isinstance(value, DTensor)
-        torch.testing.assert_close(value.full_tensor(), theirs[name], msg=name)
 
 
 def _check_resumed_from_ddp(folder: Path) -> None:
@@ -81,86 +55,8 @@ def _check_resumed_from_ddp(folder: Path) -> None:
         state = rekey_optim_state_dict(torch.load(path), OptimStateKeyType.PARAM_NAME, resumed, optim=optimizer)
     state_dict.set_optimizer_state_dict(resumed, optimizer, state, options=FROM_RANK_0)
     _train(compile_eagerly(resumed), optimizer)
-    _assert_equal(resumed, reference)
+    compare_parameters(resumed, reference)
 
 
 def test_what_ddp_has_saved_is_resumed(tmp_path: Path) -> None:
     run_ranks(_check_resumed_from_ddp, tmp_path)
-
-
-@on_ranks()
-def test_ddps_lines() -> None:
-    rank, reference = dist.get_rank(), _model()
-    model = fully_shard(_model(seed=rank), sync_module_states=True)
-    _assert_equal(model, reference)
-    for each in (model, reference):
-        with no_sync(each) if each is model else contextlib.nullcontext():
-            each(_batch()).square().mean().backward()
-        each(2 * _batch()).square().mean().backward()
-        torch.nn.utils.clip_grad_norm_(each.parameters(), 0.1)
-    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        assert isinstance(mine.grad, DTensor)
-        torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad)
-    with full_params(model, rank0_only=True, writeback=False):
-        if rank == 0:
-            torch.testing.assert_close(model(_batch()), reference(_batch()))
-    with full_params(model):
-        assert type(model.get_parameter("0.weight")) is nn.Parameter
-
-
-def _reset(module: nn.Module) -> None:
-    if isinstance(module, nn.Linear):
-        module.reset_parameters()
-
-
-@on_ranks()
-def test_arguments_of_fsdp1() -> None:
-    with torch.device("meta"):
-        model = _model()
-    ignored = nn.Parameter(torch.ones(4))
-    model.register_parameter("ignored", ignored)
-    torch.manual_seed(0)
-    fully_shard(
-        model,
-        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
-        sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
-        ignored_params=[ignored],
-        mp_policy=MixedPrecision(param_dtype=torch.bfloat16),
-        offload_policy=CPUOffload(offload_params=False),
-        param_init_fn=_reset,
-        sync_module_states=True,
-        device_id=torch.device("cpu"),
-    )
-    assert [unit.title for unit in units(model) if unit.groups] == ["0", "2"]
-    assert not isinstance(ignored, DTensor)
-    torch.testing.assert_close(model.get_parameter("0.weight").full_tensor(), _model().get_parameter("0.weight"))  # type: ignore[attr-defined]
-    assert model(_batch()).dtype is torch.bfloat16
-
-
-@on_ranks()
-def test_fsdp2s_lines() -> None:
-    reference = _model()
-    with torch.device("meta"):
-        model, other = _model(), _model()
-    fully_shard(model[0])  # type: ignore[index]
-    fully_shard(model)
-    torch.manual_seed(0)
-    materialize(model, param_init_fn=_reset)
-    _assert_equal(model, reference)
-    model.unshard()  # type: ignore[operator]
-    assert not isinstance(model.get_parameter("2.weight"), DTensor)
-    model.reshard()  # type: ignore[operator]
-    assert isinstance(model.get_parameter("2.weight"), DTensor)
-    with full_params(model):
-        assert torch.equal(model.get_parameter("0.weight"), reference.get_parameter("0.weight"))
-
-    fully_shard(other)
-    other.to_empty(device="cpu")
-    for parameter in other.parameters():
-        nn.init.constant_(parameter, 0.1)
-    plain = _model()
-    for parameter in plain.parameters():
-        nn.init.constant_(parameter, 0.1)
-    for each in (other, plain):
-        _train(each, _adamw(each))
-    _assert_equal(other, plain)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compile import full_tensors, fully_shard
+from tests.formats.samples import assert_same
 from tests.models.outlines import MixedKinds
 from tests.ranks import run_ranks
 
+Make = Callable[..., tuple[nn.Module, optim.Optimizer]]
+"""Of a kind of model, and a seed."""
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
@@ -65,16 +69,13 @@ def _adamw(model: nn.Module) -> optim.Optimizer:
     return optimizer
 
 
-def _plain(kind: type[nn.Module]) -> tuple[nn.Module, optim.Optimizer]:
-    model = _made(kind, seed=0)
+def _plain(kind: type[nn.Module], seed: int = 0) -> tuple[nn.Module, optim.Optimizer]:
+    model = _made(kind, seed)
     return model, _adamw(model)
 
 
-def _ours(
-    kind: type[nn.Module], seed: int = 0, mesh: tuple[int, ...] | None = None
-) -> tuple[nn.Module, optim.Optimizer]:
-    device_mesh = init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard")[-len(mesh) :]) if mesh else None
-    model = fully_shard(_made(kind, seed), mesh=device_mesh)
+def _ours(kind: type[nn.Module], seed: int = 0) -> tuple[nn.Module, optim.Optimizer]:
+    model = fully_shard(_made(kind, seed))
     return model, _adamw(model)
 
 
@@ -107,64 +108,29 @@ def _values(model: nn.Module, optimizer: optim.Optimizer) -> dict[str, Any]:
     return {"model": states[0], **states[1]}
 
 
-def _assert_same(mine: Any, theirs: Any, where: str = "") -> None:
-    """Bit for bit, in nested dictionaries and lists."""
-    if isinstance(theirs, dict):
-        assert set(mine) == set(theirs), where
-        for key, value in theirs.items():
-            _assert_same(mine[key], value, f"{where}.{key}")
-    elif isinstance(theirs, list | tuple):  # what rank 0 sends comes as a list
-        for i, (one, other) in enumerate(zip(mine, theirs, strict=True)):
-            _assert_same(one, other, f"{where}[{i}]")
-    elif isinstance(theirs, torch.Tensor):
-        assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape), where
-        bits = [value.detach().contiguous().reshape(-1).view(torch.uint8) for value in (mine, theirs)]
-        assert torch.equal(*bits), where
-    else:
-        assert mine == theirs, where
-
-
-def _save(model: nn.Module, optimizer: optim.Optimizer, folder: Path) -> None:
+def _saved(make: Make, kind: type[nn.Module], folder: Path) -> dict[str, Any]:
+    """Saves a model that is made; returns its values."""
+    model, optimizer = make(kind)
     states = get_state_dict(model, optimizer)
     dcp.save({"model": states[0], "optimizer": states[1]}, checkpoint_id=folder)
+    return _values(model, optimizer)
 
 
-def _load(model: nn.Module, optimizer: optim.Optimizer, folder: Path) -> None:
+def _loaded(make: Make, kind: type[nn.Module], folder: Path) -> dict[str, Any]:
+    """Loads into another model that is made; returns its values."""
+    model, optimizer = make(kind, seed=1)
     states: dict[str, Any] = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     dcp.load(states, checkpoint_id=folder)
     set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
-
-
-def _save_ours(kind: type[nn.Module], folder: Path, mesh: tuple[int, ...]) -> dict[str, Any]:
-    model, optimizer = _ours(kind, mesh=mesh)
-    _save(model, optimizer, folder)
-    return _values(model, optimizer)
-
-
-def _load_ours(kind: type[nn.Module], folder: Path, mesh: tuple[int, ...]) -> dict[str, Any]:
-    model, optimizer = _ours(kind, seed=1, mesh=mesh)
-    _load(model, optimizer, folder)
-    return _values(model, optimizer)
-
-
-def _save_fsdp2(folder: Path) -> dict[str, Any]:
-    model, optimizer = _fsdp2(WithoutNumber)
-    _save(model, optimizer, folder)
-    return _values(model, optimizer)
-
-
-def _load_fsdp2(folder: Path) -> dict[str, Any]:
-    model, optimizer = _fsdp2(WithoutNumber, seed=1)
-    _load(model, optimizer, folder)
     return _values(model, optimizer)
 
 
 @pytest.mark.long
 def test_fsdp2s_checkpoints_are_loaded_here_and_ours_there(tmp_path: Path) -> None:
-    theirs = run_ranks(_save_fsdp2, tmp_path / "theirs")[0]
-    ours = run_ranks(_save_ours, WithoutNumber, tmp_path / "ours", (3,), world_size=3)[0]
-    _assert_same(run_ranks(_load_ours, WithoutNumber, tmp_path / "theirs", (3,), world_size=3)[0], theirs)
-    _assert_same(run_ranks(_load_fsdp2, tmp_path / "ours")[0], ours)
+    theirs = run_ranks(_saved, _fsdp2, WithoutNumber, tmp_path / "theirs")[0]
+    ours = run_ranks(_saved, _ours, WithoutNumber, tmp_path / "ours", world_size=3)[0]
+    assert_same(run_ranks(_loaded, _ours, WithoutNumber, tmp_path / "theirs", world_size=3)[0], theirs)
+    assert_same(run_ranks(_loaded, _fsdp2, WithoutNumber, tmp_path / "ours")[0], ours)
 
 
 def _set_type(model: nn.Module, kind: StateDictType) -> None:
@@ -188,7 +154,7 @@ def _save_fsdp1(folder: Path, *, dtensors: bool) -> None:
 def test_fsdp1s_sharded_checkpoints_are_loaded(dtensors: bool, tmp_path: Path) -> None:  # noqa: FBT001
     run_ranks(_save_fsdp1, tmp_path, dtensors=dtensors)
     expected = _values(*_plain(WithoutNumber))
-    _assert_same(run_ranks(_load_ours, WithoutNumber, tmp_path, (3,), world_size=3)[0], expected)
+    assert_same(run_ranks(_loaded, _ours, WithoutNumber, tmp_path, world_size=3)[0], expected)
 
 
 def _load_full(kind: type[nn.Module], folder: Path) -> dict[str, Any]:
@@ -218,7 +184,7 @@ def test_fsdp1s_full_checkpoints_are_loaded(tmp_path: Path) -> None:
     run_ranks(_save_fsdp1_full, tmp_path)
     expected = _values(*_plain(WithoutNumber))
     # Not the optimizer's: on the CPU, FSDP1 of torch 2.13 gives other bits, and a second full state dict of it crashes.
-    _assert_same(run_ranks(_load_full, WithoutNumber, tmp_path, world_size=3)[0]["model"], expected["model"])
+    assert_same(run_ranks(_load_full, WithoutNumber, tmp_path, world_size=3)[0]["model"], expected["model"])
 
 
 def _ddp(kind: type[nn.Module]) -> tuple[nn.Module, optim.Optimizer]:
@@ -227,11 +193,8 @@ def _ddp(kind: type[nn.Module]) -> tuple[nn.Module, optim.Optimizer]:
 
 
 def _save_ddp(folder: Path) -> dict[str, Any]:
-    model, optimizer = _ddp(MixedKinds)
-    _save(model, optimizer, folder / "dcp")
-    values = _values(model, optimizer)
-    assert isinstance(model.module, nn.Module)
-    _save_full(folder, model.module.state_dict(), {key: values.get(key) for key in ("state", "param_groups")})
+    values = _saved(_ddp, MixedKinds, folder / "dcp")
+    _save_full(folder, values["model"], {key: values[key] for key in ("state", "param_groups")})
     return values
 
 
@@ -239,21 +202,14 @@ def _save_ddp(folder: Path) -> dict[str, Any]:
 def test_ddps_checkpoints_are_loaded(tmp_path: Path) -> None:
     expected = run_ranks(_save_ddp, tmp_path)[0]
     plain = _values(*_plain(MixedKinds))
-    _assert_same(expected, plain)
-    _assert_same(run_ranks(_load_ours, MixedKinds, tmp_path / "dcp", (3,), world_size=3)[0], expected)
-    _assert_same(run_ranks(_load_full, MixedKinds, tmp_path, world_size=3)[0], expected)
-
-
-def _load_plain(folder: Path) -> dict[str, Any]:
-    model, optimizer = _made(MixedKinds, seed=1), None
-    optimizer = _adamw(model)
-    _load(model, optimizer, folder)
-    return _values(model, optimizer)
+    assert_same(expected, plain)
+    assert_same(run_ranks(_loaded, _ours, MixedKinds, tmp_path / "dcp", world_size=3)[0], expected)
+    assert_same(run_ranks(_load_full, MixedKinds, tmp_path, world_size=3)[0], expected)
 
 
 def test_one_process_without_fsdp_loads_ours(tmp_path: Path) -> None:
-    expected = run_ranks(_save_ours, MixedKinds, tmp_path, (3,), world_size=3)[0]
-    _assert_same(run_ranks(_load_plain, tmp_path, world_size=1)[0], expected)
+    expected = run_ranks(_saved, _ours, MixedKinds, tmp_path, world_size=3)[0]
+    assert_same(run_ranks(_loaded, _plain, MixedKinds, tmp_path, world_size=1)[0], expected)
 
 
 def _through_safetensors(folder: Path) -> None:
@@ -273,7 +229,7 @@ def _through_safetensors(folder: Path) -> None:
     state = {name: value for name, value in into_shards.state_dict().items() if name != "tied.weight"}
     dcp.load(state, storage_reader=HuggingFaceStorageReader(str(folder)))
     for loaded in (first, into_shards):
-        _assert_same(get_model_state_dict(loaded, options=StateDictOptions(full_state_dict=True)), expected)
+        assert_same(get_model_state_dict(loaded, options=StateDictOptions(full_state_dict=True)), expected)
 
 
 @pytest.mark.long

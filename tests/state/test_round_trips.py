@@ -20,11 +20,12 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile import flat_step, fully_shard, whole_step
 from tests import long
+from tests.fsdp2.models import assert_same, train
 from tests.models.outlines import MixedKinds
 from tests.pairwise import covering, pairs, pairs_of
 from tests.ranks import on_ranks, run_ranks
-from tests.state.drawn import AXES, contradictions, load, save, world
-from tests.state.optim_models import all_values, assert_same, train
+from tests.state.drawn import AXES, all_values, contradictions, load, save, world
+from tests.two_sides import compile_eagerly
 
 OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
     "AdamW": lambda groups: optim.AdamW(groups, lr=0.05, amsgrad=True),
@@ -45,18 +46,12 @@ def _model(seed: int = 0) -> Any:
     return MixedKinds()
 
 
-def _optimizer(model: Any, name: str) -> optim.Optimizer:
+def _optimizer_of(model: Any, name: str) -> optim.Optimizer:
+    """Two groups with settings of their own, in another order than the model's."""
     first = [model.scale, model.frozen, *model.norm.parameters()]
     known = {id(p) for p in first}
     others = [p for p in model.parameters() if id(p) not in known]
     return OPTIMIZERS[name]([{"params": first, "lr": 0.01}, {"params": others}])
-
-
-def _trained(name: str) -> tuple[Any, optim.Optimizer]:
-    model = fully_shard(_model())
-    optimizer = _optimizer(model, name)
-    train(model, optimizer, 2)
-    return model, optimizer
 
 
 def _assert_in_place(model: Any, optimizer: optim.Optimizer) -> None:
@@ -71,7 +66,9 @@ def _assert_in_place(model: Any, optimizer: optim.Optimizer) -> None:
 @long.parametrize("name", OPTIMIZERS, always=["flat AdamW"])
 @on_ranks()
 def test_states_come_back_bit_for_bit(name: str, kind: str) -> None:
-    model, optimizer = _trained(name)
+    model = fully_shard(_model())
+    optimizer = _optimizer_of(model, name)
+    train(compile_eagerly(model), optimizer)
     expected = all_values(model, optimizer)
     options = OPTIONS[kind]
     states = get_state_dict(model, optimizer, options=options)
@@ -81,13 +78,13 @@ def test_states_come_back_bit_for_bit(name: str, kind: str) -> None:
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     states = copy.deepcopy(states)
     resumed = fully_shard(_model(seed=1))
-    resumed_optimizer = _optimizer(resumed, name)
+    resumed_optimizer = _optimizer_of(resumed, name)
     # One by one: torch's `set_state_dict` waits for ever where other ranks have no model state.
     set_model_state_dict(resumed, states[0], options=options)
     set_optimizer_state_dict(resumed, resumed_optimizer, states[1], options=options)
     assert_same(all_values(resumed, resumed_optimizer), expected)
     for each, own in ((model, optimizer), (resumed, resumed_optimizer)):
-        train(each, own, 2)
+        train(compile_eagerly(each), own)
     _assert_in_place(resumed, resumed_optimizer)
     assert_same(all_values(resumed, resumed_optimizer), all_values(model, optimizer))
 

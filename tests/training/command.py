@@ -17,7 +17,7 @@ DRIVER = str(Path(__file__).with_name("driver.py"))
 TEXT = b"the rank holds a shard of every weight and gathers it before it is read again, then lets it go. " * 40
 TINY = shlex.split(
     "--data text --steps 6 --batch-size 4 --seq-len 32 --width 32 --layers 1 --warmup-ratio 0.34"
-    " --log-every 1 --eval-every 3 --eval-batches 1 --checkpoint-every 2 --sample-bytes 4"
+    " --log-every 1 --eval-every 3 --eval-batches 1 --checkpoint-every 2"
 )
 TIMEOUT_S = 400
 

@@ -12,6 +12,7 @@ A rank that ends before it is killed is a failure, and no rank outlives this pro
 from __future__ import annotations
 
 import argparse
+import functools
 import multiprocessing
 import os
 import random
@@ -26,15 +27,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from fsdp_compile.training.checkpoint import SaveMode
 from tests.training.small_run import SmallRun
 
-Call = Callable[[Path, Path, SaveMode], None]
 
-
-def _save_for_ever(folder: Path, log: Path, mode: SaveMode) -> None:
+def _save_for_ever(folder: Path, log: Path, *, in_background: bool) -> None:
     run = SmallRun(folder)
-    saves = run.saves(mode)
+    saves = run.saves(in_background=in_background)
     step = run.load()[0] if run.checkpoints.newest() else 0
     while True:
         step += 1
@@ -47,7 +45,7 @@ def _save_for_ever(folder: Path, log: Path, mode: SaveMode) -> None:
             aside.replace(log)
 
 
-def _load(folder: Path, log: Path, _mode: SaveMode) -> None:
+def _load(folder: Path, log: Path) -> None:
     run = SmallRun(folder)
     step, skipped = run.load()
     saved = int(log.read_text())
@@ -56,16 +54,16 @@ def _load(folder: Path, log: Path, _mode: SaveMode) -> None:
     assert run.seen() == {float(step)}
 
 
-def _serve(rank: int, size: int, store: str, call: Call, folder: Path, log: Path, mode: SaveMode) -> None:
+def _serve(rank: int, size: int, store: str, call: Callable[[], None]) -> None:
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
-    call(folder, log, mode)
+    call()
 
 
 @contextmanager
-def _ranks(size: int, number: int, call: Call, folder: Path, log: Path, mode: SaveMode) -> Iterator[list[ForkProcess]]:
+def _ranks(size: int, store: Path, call: Callable[[], None]) -> Iterator[list[ForkProcess]]:
     """Processes that call something, each a rank of one group; they end with the block."""
-    store, fork = f"file://{folder}.store-{number}", multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=_serve, args=(rank, size, store, call, folder, log, mode)) for rank in range(size)]
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=_serve, args=(rank, size, f"file://{store}", call)) for rank in range(size)]
     for rank in ranks:
         rank.start()
     try:
@@ -94,11 +92,12 @@ def main() -> int:
     torch.set_num_threads(1)
     dice = random.Random(arguments.seed)
     folder, log = arguments.folder, arguments.folder.with_suffix(".log")
-    settings = folder, log, SaveMode.BACKGROUND if arguments.background else SaveMode.WAIT
+    save = functools.partial(_save_for_ever, folder, log, in_background=arguments.background)
+    load = functools.partial(_load, folder, log)
     interrupted = 0
     for kill in range(arguments.kills):
         before = log.read_text() if log.exists() else ""
-        with _ranks(arguments.ranks, 2 * kill, _save_for_ever, *settings) as ranks:
+        with _ranks(arguments.ranks, Path(f"{folder}.store-{2 * kill}"), save) as ranks:
             while not log.exists() or log.read_text() == before:
                 _check_ends(ranks, None)
                 time.sleep(0.005)
@@ -111,7 +110,7 @@ def main() -> int:
                 rank.join()
             _check_ends(ranks, -signal.SIGKILL)
         interrupted += any(folder.glob(".partial")) or any(folder.glob(".discarded-*"))
-        with _ranks(arguments.ranks, 2 * kill + 1, _load, *settings) as ranks:
+        with _ranks(arguments.ranks, Path(f"{folder}.store-{2 * kill + 1}"), load) as ranks:
             for rank in ranks:
                 rank.join()
             failed = any(rank.exitcode for rank in ranks)

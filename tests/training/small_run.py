@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile import fully_shard
 from fsdp_compile.comm.groups import World
-from fsdp_compile.training.checkpoint import SaveMode, Saves, load_checkpoint
+from fsdp_compile.training.checkpoint import Saves, load_checkpoint
 from fsdp_compile.training.checkpoint_folder import CheckpointFolder
 
 RUN = "this run"
@@ -41,8 +41,8 @@ class SmallRun:
             for parameter in self.model.parameters():
                 parameter.fill_(step)
 
-    def save(self, step: int, *, keep: int = 2, mode: SaveMode = SaveMode.WAIT) -> tuple[str, ...]:
-        saves = self.saves(mode, keep=keep)
+    def save(self, step: int, *, keep: int = 2, in_background: bool = False) -> tuple[str, ...]:
+        saves = self.saves(keep=keep, in_background=in_background)
         return saves.save(step, self.model, self.optimizer) + saves.wait()
 
     def step_and_save(self, *steps: int, keep: int = 2) -> None:
@@ -50,8 +50,8 @@ class SmallRun:
             self.step(step)
             self.save(step, keep=keep)
 
-    def saves(self, mode: SaveMode = SaveMode.BACKGROUND, *, keep: int = 2) -> Saves:
-        return Saves(self.checkpoints, self.world, keep=keep, mode=mode)
+    def saves(self, *, keep: int = 2, in_background: bool = True) -> Saves:
+        return Saves(self.checkpoints, self.world, keep=keep, in_background=in_background)
 
     def spoil(self) -> None:
         """Let a weight of rank 1 be not a number."""

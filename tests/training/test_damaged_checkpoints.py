@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import pickle
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.formats.dcp import SafeReader
 from fsdp_compile.formats.files import MARKER, FileDigest
 from fsdp_compile.training.checkpoint_folder import CheckpointFolder
+from tests.formats.damage import flip, harm_in_entry, harm_in_metadata, in_metadata, move_shards, replace, truncate
 from tests.ranks import run_ranks
 from tests.training.small_run import RUN, SmallRun, load, names
 
@@ -28,101 +27,46 @@ SHARD = "__1_0.distcp"
 METADATA = ".metadata"
 
 
-class Hostile:
-    """Makes a file when it is unpickled."""
+def _agreed(damage: Callable[[Path], object]) -> Callable[[Path], None]:
+    """Damage with which the marker agrees, as somebody does it who means harm."""
 
-    def __init__(self, file: Path) -> None:
-        self.file = file
+    def damage_and_agree(file: Path) -> None:
+        damage(file)
+        with _marker(file.with_name(MARKER)) as marker:
+            for each in (file, *file.parent.glob("*.distcp")):
+                marker["files"][each.name] = asdict(FileDigest.of(each))
 
-    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
-        return os.mkdir, (str(self.file),)
-
-
-def _truncate(file: Path) -> None:
-    os.truncate(file, file.stat().st_size - 1)
+    return damage_and_agree
 
 
-def _flip(file: Path) -> None:
-    contents = bytearray(file.read_bytes())
-    contents[len(contents) // 2] ^= 1
-    file.write_bytes(contents)
-
-
-def _replace(file: Path) -> None:
-    file.write_bytes(b"foreign" * 100)
-    _agree(file)
-
-
-def _agree(file: Path) -> None:
-    """Let the marker say that a file is as it is now, as somebody would who means harm."""
-    marker = json.loads((file.parent / MARKER).read_text())
-    marker["files"][file.name] = asdict(FileDigest.of(file))
-    (file.parent / MARKER).write_text(json.dumps(marker))
-
-
-def _make_hostile_metadata(file: Path) -> None:
-    metadata = SafeReader(file.parent).read_metadata()
-    metadata.planner_data = Hostile(file.parents[1] / "executed")
-    file.write_bytes(pickle.dumps(metadata))
-    _agree(file)
-
-
-def _make_hostile_value(file: Path) -> None:
-    """Replaces a value of the optimizer that is no tensor, in a shard."""
-    _replace_entry(file, "optimizer.param_groups.0.lr")
-
-
-def _make_hostile_tensor(file: Path) -> None:
-    _replace_entry(file, "model.weight")
-
-
-def _replace_entry(file: Path, name: str) -> None:
-    metadata = SafeReader(file.parent).read_metadata()
-    hostile = io.BytesIO()
-    torch.save(Hostile(file.parents[1] / "executed"), hostile)
-    for index, info in metadata.storage_data.items():
-        if index.fqn == name:
-            shard = file.with_name(info.relative_path)
-            info.offset, info.length = shard.stat().st_size, len(hostile.getvalue())
-            with shard.open("ab") as end:
-                end.write(hostile.getvalue())
-            _agree(shard)
-    file.write_bytes(pickle.dumps(metadata))
-    _agree(file)
-
-
-def _point_elsewhere(file: Path) -> None:
-    metadata = SafeReader(file.parent).read_metadata()
-    for info in metadata.storage_data.values():
-        info.relative_path = "../step-000001/" + info.relative_path
-    file.write_bytes(pickle.dumps(metadata))
-    _agree(file)
+@contextmanager
+def _marker(file: Path) -> Iterator[Any]:
+    """What a marker says, to be changed."""
+    marker = json.loads(file.read_text())
+    yield marker
+    file.write_text(json.dumps(marker))
 
 
 def _rename_run(file: Path) -> None:
-    file.write_text(file.read_text().replace(RUN, "another run"))
+    with _marker(file) as marker:
+        marker["run"] = "another run"
 
 
-def _write_marker(text: str) -> Callable[[Path], None]:
-    def write(file: Path) -> None:
-        file.write_text(text)
-
-    return write
-
-
-def _name_in_marker(name: str) -> Callable[[Path], None]:
+def _name(name: str) -> Callable[[Path], None]:
     def add(file: Path) -> None:
-        marker = json.loads(file.read_text())
-        marker["files"][name] = marker["files"][METADATA]
-        file.write_text(json.dumps(marker))
+        with _marker(file) as marker:
+            marker["files"][name] = marker["files"][METADATA]
 
     return add
 
 
 def _forget_metadata(file: Path) -> None:
-    marker = json.loads(file.read_text())
-    del marker["files"][METADATA]
-    file.write_text(json.dumps(marker))
+    with _marker(file) as marker:
+        del marker["files"][METADATA]
+
+
+def _write(text: str) -> Callable[[Path], object]:
+    return lambda file: file.write_text(text)
 
 
 def _make_pipe(file: Path) -> None:
@@ -133,8 +77,7 @@ def _make_pipe(file: Path) -> None:
 
 def _make_empty_pipe(file: Path) -> None:
     """That is as long as the marker says."""
-    file.write_bytes(b"")
-    _agree(file)
+    _agreed(lambda shard: shard.write_bytes(b""))(file)
     _make_pipe(file)
 
 
@@ -148,34 +91,26 @@ def _link_to_zeros(file: Path) -> None:
     file.symlink_to("/dev/zero")
 
 
-DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
+DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "missing": (SHARD, Path.unlink, "cannot read {file}: No such file or directory"),
-    "truncated": (SHARD, _truncate, "{file} has {size} bytes instead of "),
-    "flipped": (SHARD, _flip, "the contents of {file} have changed"),
-    "flipped metadata": (METADATA, _flip, "the contents of {file} have changed"),
-    "foreign shard": (SHARD, _replace, "rank 0 cannot load {folder}: "),
-    "foreign metadata": (METADATA, _replace, "cannot read {file}: UnpicklingError: "),
-    "hostile metadata": (METADATA, _make_hostile_metadata, "it refers to posix.mkdir, which no checkpoint needs"),
-    "hostile value": (METADATA, _make_hostile_value, "UnpicklingError: Weights only load failed"),
-    "hostile tensor": (METADATA, _make_hostile_tensor, "UnpicklingError: Weights only load failed"),
-    "file elsewhere": (METADATA, _point_elsewhere, "it refers to ../step-000001/__0_0.distcp, a file elsewhere"),
+    "truncated": (SHARD, truncate, "{file} has {size} bytes instead of "),
+    "flipped": (SHARD, flip, "the contents of {file} have changed"),
+    "flipped metadata": (METADATA, flip, "the contents of {file} have changed"),
+    "foreign shard": (SHARD, _agreed(replace), "rank 0 cannot load {folder}: "),
+    "foreign metadata": (METADATA, _agreed(replace), "cannot read {file}: UnpicklingError: "),
+    "hostile metadata": (METADATA, _agreed(harm_in_metadata), "it refers to posix.mkdir, which no checkpoint needs"),
+    "hostile value": (METADATA, _agreed(harm_in_entry("optimizer.param_groups.0.lr")), "it refers to posix.mkdir"),
+    "hostile tensor": (METADATA, _agreed(harm_in_entry("model.weight")), "it refers to posix.mkdir"),
+    "file elsewhere": (METADATA, _agreed(in_metadata(move_shards)), "it refers to ../step-000001/__0_0.distcp, a file"),
     "no marker": (MARKER, Path.unlink, "{folder} is no complete checkpoint: it has no complete.json"),
-    "truncated marker": (MARKER, _truncate, "{file} is damaged: JSONDecodeError: "),
-    "deep marker": (MARKER, _write_marker("[" * 100_000), "{file} is damaged: RecursionError: "),
-    "infinite marker": (
-        MARKER,
-        _write_marker('{"run": "", "step": 1e999, "files": {}}'),
-        "{file} is damaged: OverflowError",
-    ),
-    "marker of a list": (MARKER, _write_marker("[]"), "{file} is damaged: TypeError"),
-    "NUL in a name": (MARKER, _name_in_marker("a\0b"), "{file} is damaged: ValueError: 'a\\x00b' is no name of a file"),
-    "line feed in a name": (
-        MARKER,
-        _name_in_marker("a\nb"),
-        "{file} is damaged: ValueError: 'a\\nb' is no name of a file",
-    ),
-    "no name": (MARKER, _name_in_marker(""), "{file} is damaged: ValueError: '' is a file elsewhere"),
-    "folder above": (MARKER, _name_in_marker(".."), "{file} is damaged: ValueError: '..' is a file elsewhere"),
+    "truncated marker": (MARKER, truncate, "cannot read {file}: JSONDecodeError: "),
+    "deep marker": (MARKER, _write("[" * 100_000), "cannot read {file}: RecursionError: "),
+    "infinite marker": (MARKER, _write('{"run": "", "step": 1e999, "files": {}}'), "cannot read {file}: OverflowError"),
+    "marker of a list": (MARKER, _write("[]"), "cannot read {file}: TypeError"),
+    "NUL in a name": (MARKER, _name("a\0b"), "{file} is damaged: 'a\\x00b' is no name of a file"),
+    "line feed in a name": (MARKER, _name("a\nb"), "{file} is damaged: 'a\\nb' is no name of a file"),
+    "no name": (MARKER, _name(""), "{file} is damaged: '' is no name of a file"),
+    "folder above": (MARKER, _name(".."), "{file} is damaged: '..' is no name of a file"),
     "metadata not named": (MARKER, _forget_metadata, "{file} is damaged: it does not name .metadata"),
     "pipe as marker": (MARKER, _make_pipe, "{file} is no regular file"),
     "zeros as marker": (MARKER, _link_to_zeros, "{file} is no regular file"),
@@ -218,16 +153,16 @@ def test_the_checkpoint_before_is_loaded_and_file_and_cause_are_named(written: P
         size = file.stat().st_size if file.exists() else 0
         assert said.format(file=file, folder=file.parent, size=size) in message
         assert str(file.parent) in message
-        assert not (folder / "executed").exists()
+        assert not list(folder.rglob("executed"))
 
 
 def test_the_hostile_files_would_do_what_they_say(written: Path, tmp_path: Path) -> None:
     """So that the test before tests something."""
-    shutil.copytree(written, tmp_path / "copy")
-    _make_hostile_metadata(tmp_path / "copy" / "step-000002" / METADATA)
-    with (tmp_path / "copy" / "step-000002" / METADATA).open("rb") as file:
-        pickle.load(file)
-    assert (tmp_path / "copy" / "executed").exists()
+    file = tmp_path / "step-000002" / METADATA
+    shutil.copytree(written, tmp_path, dirs_exist_ok=True)
+    harm_in_metadata(file)
+    pickle.loads(file.read_bytes())
+    assert (file.parent / "executed").exists()
 
 
 def test_what_names_and_sizes_tell_needs_no_ranks(written: Path, tmp_path: Path) -> None:
@@ -236,15 +171,15 @@ def test_what_names_and_sizes_tell_needs_no_ranks(written: Path, tmp_path: Path)
     for name in ("step-best", "step-000009"):  # a user's, and one that is no checkpoint
         (tmp_path / "copy" / name).mkdir()
     assert checkpoints.newest() == tmp_path / "copy" / "step-000002"
-    _truncate(tmp_path / "copy" / "step-000002" / SHARD)
+    truncate(tmp_path / "copy" / "step-000002" / SHARD)
     assert checkpoints.newest() == tmp_path / "copy" / "step-000001"
 
 
 def test_without_a_complete_one_all_problems_are_named_on_all_ranks(written: Path, tmp_path: Path) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(written, folder)
-    _flip(folder / "step-000002" / SHARD)
-    _truncate(folder / "step-000001" / SHARD)
+    flip(folder / "step-000002" / SHARD)
+    truncate(folder / "step-000001" / SHARD)
     (message,) = set(run_ranks(_refused, folder))
     lines = f"there is no complete checkpoint in {folder}; the contents of {folder}/step-000002/{SHARD} have changed"
     assert message.startswith(lines)
@@ -261,7 +196,7 @@ def _refused(folder: Path) -> str:
 def test_a_damaged_checkpoint_gives_its_name_to_the_next(written: Path, tmp_path: Path) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(written, folder)
-    _flip(folder / "step-000002" / SHARD)
+    flip(folder / "step-000002" / SHARD)
     run_ranks(_load_and_save, folder)
     assert names(folder) == ["step-000001", "step-000002", "step-000002.aside"]
     assert run_ranks(load, folder) == [(2, {2.0}, [])] * 2

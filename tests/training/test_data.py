@@ -30,15 +30,12 @@ def test_ranks_read_together_what_one_rank_reads_alone(ranks: int, key: str | in
         torch.testing.assert_close(torch.cat([share[half] for share in shares]), alone, rtol=0, atol=0)
 
 
-def test_targets_are_the_bytes_after_the_tokens() -> None:
-    tokens, targets = _draw(0, 1, 1)
+@pytest.mark.parametrize("key", [1, 5])
+def test_targets_are_the_bytes_after_the_tokens_in_one_block(key: int) -> None:
+    tokens, targets = _draw(0, 1, key)
     assert tokens.dtype == targets.dtype == torch.int64
     assert torch.equal(tokens[:, 1:], targets[:, :-1])
     assert torch.equal(targets, tokens + 1)  # in these blocks every byte is its predecessor plus one
-
-
-def test_no_window_crosses_from_one_block_into_the_next() -> None:
-    tokens, targets = _draw(0, 1, 5)
     assert torch.equal(tokens[:, 0] // 40, targets[:, -1] // 40)
 
 
@@ -61,21 +58,24 @@ def test_every_byte_is_trained_on_or_held_out_never_both() -> None:
     assert held_out == set(range(100, 110))
 
 
-def test_one_block_in_twenty_of_a_long_text_is_held_out() -> None:
-    corpus = cut(b"x" * (USUAL_BLOCK_BYTES * 60 + 1), 256, "here")
-    assert corpus.train.shape == (57, USUAL_BLOCK_BYTES)
-    assert corpus.held_out.shape == (60 // HELD_OUT_EVERY, USUAL_BLOCK_BYTES)
+@pytest.mark.parametrize(
+    ("length", "seq_len", "train", "held_out"),
+    [
+        (60 * USUAL_BLOCK_BYTES + 1, 256, (57, USUAL_BLOCK_BYTES), (60 // HELD_OUT_EVERY, USUAL_BLOCK_BYTES)),
+        (10**6, USUAL_BLOCK_BYTES, (58, USUAL_BLOCK_BYTES + 1), (3, USUAL_BLOCK_BYTES + 1)),  # longer than usual
+        (100, 4, (19, 5), (1, 5)),
+    ],
+)
+def test_one_block_in_twenty_is_held_out(
+    length: int, seq_len: int, train: tuple[int, int], held_out: tuple[int, int]
+) -> None:
+    corpus = cut(b"x" * length, seq_len, "here")
+    assert (corpus.train.shape, corpus.held_out.shape) == (train, held_out)
 
 
 def test_a_text_that_is_one_byte_too_short_is_refused() -> None:
-    assert cut(b"x" * 100, 4, "here").train.shape == (19, 5)
     with pytest.raises(ConfigError, match=r"99 bytes; sequences of 4 need 100\n.*--data \(here\)"):
         cut(b"x" * 99, 4, "here")
-
-
-def test_a_sequence_may_be_longer_than_the_usual_block() -> None:
-    corpus = cut(b"x" * 10**6, USUAL_BLOCK_BYTES, "here")
-    assert (corpus.train.shape, corpus.held_out.shape) == ((58, USUAL_BLOCK_BYTES + 1), (3, USUAL_BLOCK_BYTES + 1))
 
 
 def test_a_folder_is_read_sorted_without_hidden_and_binary_files(tmp_path: Path) -> None:
@@ -102,11 +102,6 @@ def test_the_fingerprint_is_that_of_the_text(tmp_path: Path) -> None:
     assert read_corpus(str(file), 8).fingerprint == first
     file.write_bytes(b"ab" * 99 + b"ac")
     assert read_corpus(str(file), 4).fingerprint != first
-
-
-def test_a_path_that_does_not_exist_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no file or folder"):
-        read_corpus(str(tmp_path / "nothing"), 4)
 
 
 def test_links_that_lead_nowhere_are_no_text(tmp_path: Path) -> None:

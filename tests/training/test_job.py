@@ -6,8 +6,6 @@ import errno
 import fcntl
 import json
 import os
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,7 +18,7 @@ from fsdp_compile.training.checkpoint_folder import CheckpointFolder, step_of
 from fsdp_compile.training.config import TrainConfig
 from fsdp_compile.training.data import read_corpus
 from fsdp_compile.training.job import CHECKPOINTS, CONFIG, RUNS, Job, Run, lock_run, new_job, newest_folder, resumed_job
-from tests.training.command import ROOT
+from tests.training.command import finish, start
 
 RUN = "this"
 LAUNCHER = "/tmp/reports/run_a"
@@ -72,16 +70,6 @@ def test_a_run_is_done_if_its_last_checkpoint_is_what_was_written(run: Path) -> 
         assert f"; the contents of {run / CHECKPOINTS}/step-00000{step}/shard have changed" in message
 
 
-def test_a_run_of_an_earlier_version_is_told_from_a_damaged_one(run: Path) -> None:
-    written = json.loads((run / CONFIG).read_text())
-    del written["run"]
-    (run / CONFIG).write_text(json.dumps(written))
-    message = _refused(run)
-    assert message.startswith(f"the run in {run} was started by an earlier version of fsdp_compile")
-    assert f"torch.distributed.checkpoint reads {run / CHECKPOINTS}" in message
-    assert "damaged" not in message
-
-
 @pytest.mark.parametrize("text", ["", "[]", "3", "{}", '{"run": "this"}', "[" * 100_000, '{"options": 3, "run": ""}'])
 def test_a_damaged_configuration_is_named(text: str, run: Path) -> None:
     (run / CONFIG).write_text(text)
@@ -114,8 +102,7 @@ def test_ranks_that_are_started_again_find_their_own_run_and_no_other(run: Path)
     for other in ("", "/tmp/reports/run_b"):
         with pytest.raises(ConfigError, match=f"there is a run in {run} already"):
             _started_again(run, other)
-    # One that no launcher began, or an earlier version, which did not write who did.
-    for unknown in ({"launcher": ""}, {}):
+    for unknown in ({"launcher": ""}, {}):  # one that no launcher began
         written = json.loads((run / CONFIG).read_text())
         del written["launcher"]
         (run / CONFIG).write_text(json.dumps(written | unknown))
@@ -151,19 +138,13 @@ except ConfigError as error:
 """
 
 
-def _try(folder: Path) -> str:
-    """What another process finds."""
-    command = [sys.executable, "-c", TRY, str(folder)]
-    return subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True
-    ).stdout
-
-
 def test_another_process_has_to_wait(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "run"
     with lock_run(folder):
-        assert _try(folder).startswith(f"another process trains in {folder}\n")
-    assert _try(folder) == "free\n"
+        _, found, _ = finish(start(tmp_path, "-c", TRY, str(folder)))
+    assert found.startswith(f"another process trains in {folder}\n")
+    _, found, _ = finish(start(tmp_path, "-c", TRY, str(folder)))
+    assert found == "free\n"
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
