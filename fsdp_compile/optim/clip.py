@@ -94,7 +94,8 @@ def clip_grad_norm_(
             where="clip_grad_norm_(norm_type=...)",
             instead="a positive number, or math.inf",
         )
-    parameters = _parameters(model_or_parameters)
+    given = model_or_parameters.parameters() if isinstance(model_or_parameters, nn.Module) else model_or_parameters
+    parameters = [given] if isinstance(given, torch.Tensor) else list(dict.fromkeys(given))
     refuse_whole_gradients(
         parameters,
         where="clip_grad_norm_()",
@@ -109,13 +110,6 @@ def clip_grad_norm_(
         foreach_mul_(same, coefficient.to(device=device, dtype=dtype.to_real()))
     dtypes = {g.dtype.to_real() for g in gradients} or {torch.float32}
     return total.to(functools.reduce(torch.promote_types, dtypes))
-
-
-def _parameters(given: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Parameters in their order, each once."""
-    if isinstance(given, nn.Module):
-        given = given.parameters()
-    return [given] if isinstance(given, torch.Tensor) else list(dict.fromkeys(given))
 
 
 def _total_norm(parameters: Sequence[torch.Tensor], p: float) -> torch.Tensor:

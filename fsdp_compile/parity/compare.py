@@ -136,12 +136,20 @@ def compare(
             different=max(1, known.numel()) if far else 0, relative=far, ulps=far,
         )  # fmt: skip
     different = int((_bits(ours) != _bits(theirs)).sum())
-    absolute = _largest_difference(_numbers(ours), _numbers(theirs)) if different else 0.0
-    scale = magnitude(theirs)
+    absolute = 0.0
+    if different:
+        mine, other = _numbers(ours), _numbers(theirs)
+        same = (mine == other) | (mine.isnan() & other.isnan())
+        distance = torch.where(same, 0.0, (mine - other).abs())
+        absolute = float(distance.nan_to_num(nan=math.inf, posinf=math.inf).max())
+    scale, last_place = magnitude(theirs), 1.0
+    if theirs.is_floating_point() or theirs.is_complex():
+        info = torch.finfo(theirs.dtype)
+        last_place = info.eps * 2.0 ** math.floor(math.log2(max(scale, info.tiny)))
     return Difference(
         quantity=quantity, name=name, step=step, dtype=theirs.dtype, numel=_real(theirs).numel(), absolute=absolute,
         different=different, relative=absolute / scale if scale else math.inf if absolute else 0.0,
-        ulps=absolute / last_place(scale, theirs.dtype),
+        ulps=absolute / last_place,
     )  # fmt: skip
 
 
@@ -150,21 +158,6 @@ def magnitude(tensor: torch.Tensor | None) -> float:
     if tensor is None or not tensor.numel():
         return 0.0
     return float(_numbers(tensor).abs().nan_to_num(nan=0.0, posinf=0.0).max())
-
-
-def last_place(value: float, dtype: torch.dtype) -> float:
-    """The distance from `value` to the next larger number of `dtype`; 1 for integers."""
-    if not (dtype.is_floating_point or dtype.is_complex):
-        return 1.0
-    info = torch.finfo(dtype)
-    exponent = math.floor(math.log2(max(abs(value), info.tiny)))
-    return info.eps * 2.0**exponent
-
-
-def _largest_difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    same = (ours == theirs) | (ours.isnan() & theirs.isnan())
-    distance = torch.where(same, 0.0, (ours - theirs).abs())
-    return float(distance.nan_to_num(nan=math.inf, posinf=math.inf).max())
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:

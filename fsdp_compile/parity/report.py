@@ -62,10 +62,10 @@ class ParityReport:
                 found[key] = d
         return sorted(found.values(), key=_rank, reverse=True)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything, as JSON knows it: infinities are `null`."""
+    def to_json(self) -> str:
+        """Everything; infinities are `null`."""
         first = self.first
-        return {
+        content = {
             "title": self.title,
             "level": self.level,
             "steps": self.steps,
@@ -74,28 +74,22 @@ class ParityReport:
             "introduced_by": self.introduced_by,
             "differences": [_as_dict(d) for d in self.differences],
         }
-
-    def to_json(self) -> str:
-        """`to_dict` as text."""
-        return json.dumps(self.to_dict(), indent=2)
+        return json.dumps(content, indent=2)
 
     def parts(self) -> Iterator[RenderableType]:
-        """What is shown, in order."""
+        """What is shown, in order: two tables, and one sentence."""
         yield f"{self.title}\n"
         yield self._kinds().text()
         if any(d.different for d in self.differences):
             yield self._worst().text()
-        yield self.verdict
-
-    @property
-    def verdict(self) -> str:
-        """One sentence."""
         first = self.first
         if first is None:
             how = "equal in every bit" if self.level == "bitwise" else "equal within the bounds"
-            return f"{how}: {len(self.differences)} tensors over {self.steps} steps"
-        text = f"differ: {describe(first)}"
-        return text if self.introduced_by is None else f"{text}\nintroduced by: {self.introduced_by}"
+            yield f"{how}: {len(self.differences)} tensors over {self.steps} steps"
+        else:
+            yield f"differ: {describe(first)}"
+        if self.introduced_by is not None:
+            yield f"introduced by: {self.introduced_by}"
 
     def __str__(self) -> str:
         return as_text(self.parts(), width=_WIDTH)
