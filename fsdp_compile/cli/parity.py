@@ -14,7 +14,7 @@ from fsdp_compile.parity.kinds import Accumulation, Level, Reference, check_coun
 if TYPE_CHECKING:
     import torch
 
-    from fsdp_compile.parity.report import ParityReport
+    from fsdp_compile.parity.compare import ParityReport
 
 NAME = "parity"
 ABOUT = "Train the compiled model beside an eager one on real processes and compare every number."

@@ -105,11 +105,6 @@ class _RowExchange:
         """
         return _exchanged(gradients[self.order], self.group, sent=self.asked, received=self.wanted)
 
-    def askers(self) -> torch.Tensor:
-        """Which rank wants each of `rows`: `[sum(wanted)]`."""
-        ranks = torch.arange(len(self.wanted), device=self.rows.device)
-        return ranks.repeat_interleave(torch.tensor(self.wanted, device=ranks.device), output_size=len(self.rows))
-
 
 def _exchanged(
     message: torch.Tensor,
@@ -223,8 +218,10 @@ def _(flat: torch.Tensor, *_: object) -> torch.Tensor:
 
 def _sum(rows: torch.Tensor, exchange: _RowExchange, read: UnshardSpec, *, scale_by_frequency: bool) -> torch.Tensor:
     """The sum of all ranks' gradients of this rank's rows, `[rows, width]` in the reduce dtype."""
-    number = read.shard_shape[0]
-    found, place = (exchange.askers() * number + exchange.rows).unique(return_inverse=True)
+    number, device = read.shard_shape[0], exchange.rows.device
+    ranks, wanted = torch.arange(len(exchange.wanted), device=device), torch.tensor(exchange.wanted, device=device)
+    wanted_by = ranks.repeat_interleave(wanted, output_size=len(exchange.rows))  # which rank wants each row
+    found, place = (wanted_by * number + exchange.rows).unique(return_inverse=True)
     # As in a reduction of full gradients: each rank's own are summed first, and then the ranks', in their order.
     of_each = aten.embedding_dense_backward(rows, place, len(found), -1, scale_by_frequency).to(read.reduce_dtype)
     before = scaling(read).before

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_compile.errors import ConfigError, ParityError
 from fsdp_compile.options import FSDPOptions
+from fsdp_compile.parity.compare import ParityReport, describe
 from fsdp_compile.parity.experiment import (
     Accumulation,
     Experiment,
@@ -22,7 +23,6 @@ from fsdp_compile.parity.experiment import (
     mean_loss,
 )
 from fsdp_compile.parity.processes import run_on_ranks
-from fsdp_compile.parity.report import ParityReport, describe
 from fsdp_compile.parity.train import first_stop_that_differs, train_both
 from fsdp_compile.pipeline import CAPTURE, passes
 

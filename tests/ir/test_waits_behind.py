@@ -10,8 +10,7 @@ from torch import fx
 
 from fsdp_compile.ir.graph import Phase, StepGraph
 from fsdp_compile.ir.queries import readers
-from fsdp_compile.ops.effects import RESHARD
-from fsdp_compile.ops.poison import POISON
+from fsdp_compile.ops.effects import POISON, RESHARD
 from fsdp_compile.passes.poison import poison_freed_messages
 from tests.cost.graphs import Sketch
 

@@ -19,9 +19,8 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2.shards import local_of
-from fsdp_compile.optim.clip import clip_grad_norm_
 from fsdp_compile.optim.flat_step import flat_step
-from fsdp_compile.optim.grad_scaler import GradScaler
+from fsdp_compile.optim.gradients import GradScaler, clip_grad_norm_
 from tests import long
 from tests.ranks import on_ranks, run_ranks
 from tests.two_sides import whole

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from fsdp_compile.errors import ConfigError, RankFailedError
 from fsdp_compile.fsdp2.shards import shard_like
 from fsdp_compile.optim.flat_step import flat_step
-from fsdp_compile.optim.grad_scaler import GradScaler
+from fsdp_compile.optim.gradients import GradScaler
 from fsdp_compile.optim.owners import matrix_cost, shares_of
 from fsdp_compile.optim.whole_step import whole_step
 from fsdp_compile.state.full_tensors import full_tensors

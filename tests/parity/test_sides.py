@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import pytest
@@ -25,50 +25,37 @@ from tests.ranks import on_ranks, run_ranks
 _BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 
-def _gradients(model: nn.Module) -> list[torch.Tensor]:
-    """Of two forwards with a backward each."""
-    cast = CastParameters(model, _BF16)
-    for step in range(2):
-        cast(make_batch(step)).float().square().mean().backward()
-    gradients = [p.grad for p in model.parameters()]
-    assert all(g is not None for g in gradients)
-    return [g for g in gradients if g is not None]
-
-
-def _seeded(model: str, *, recompute: bool) -> nn.Module:
-    torch.manual_seed(0)
-    return MODELS[model](recompute=recompute)
-
-
-@pytest.mark.core
-@pytest.mark.parametrize("model", ["plain", "tied", "repeated"])
-def test_recomputation_reads_the_same_cast_parameters(model: str) -> None:
-    kept = _gradients(_seeded(model, recompute=False))
-    again = _gradients(_seeded(model, recompute=True))
-    assert {g.dtype for g in again} == {torch.float32}
-    assert all(torch.equal(a, b) for a, b in zip(again, kept, strict=True))
-
-
 class _Reentrant(nn.Module):
     """Backward runs through the recomputed graph itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, recompute: bool) -> None:
         super().__init__()
         self.first = nn.Linear(16, 16)
         self.second = nn.Linear(16, 3)
-        self.recompute = True
+        self.recompute = recompute
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
         return checkpoint(self.second, x, use_reentrant=True) if self.recompute else self.second(x)
 
 
-def test_reentrant_recomputation_reaches_the_parameters() -> None:
-    torch.manual_seed(0)
-    again, kept = _Reentrant(), _Reentrant()
-    kept.load_state_dict(again.state_dict())
-    kept.recompute = False
-    assert all(torch.equal(a, b) for a, b in zip(_gradients(again), _gradients(kept), strict=True))
+@pytest.mark.core
+@pytest.mark.parametrize(
+    "make", [MODELS["plain"], MODELS["tied"], MODELS["repeated"], _Reentrant], ids=lambda make: make.__name__
+)
+def test_recomputation_reads_the_same_cast_parameters(make: Callable[..., nn.Module]) -> None:
+    found = []
+    for recompute in (True, False):
+        torch.manual_seed(0)
+        model = make(recompute=recompute)
+        cast = CastParameters(model, _BF16)
+        for step in range(2):
+            cast(make_batch(step)).float().square().mean().backward()
+        found.append([p.grad for p in model.parameters()])
+    for again, kept in zip(*found, strict=True):
+        assert again is not None
+        assert again.dtype == torch.float32
+        assert torch.equal(again, kept)
 
 
 class _Pair(NamedTuple):
@@ -183,20 +170,16 @@ def test_groups_of_replicas_wait_no_longer_than_the_world() -> None:
     assert world == replicas == shards
 
 
-def test_a_value_that_is_nan_on_one_side_alone_exceeds_every_bound() -> None:
-    difference = compare(Quantity.LOSS, "loss", 0, torch.tensor([1.0, math.nan]), torch.tensor([1.0, 2.0]))
-    assert (difference.absolute, difference.different) == (math.inf, 1)
+@pytest.mark.parametrize("one", [torch.tensor([1.0, math.nan]), torch.ones(2, dtype=torch.bfloat16), torch.ones(3)])
+def test_what_cannot_be_compared_exceeds_every_bound(one: torch.Tensor) -> None:
+    difference = compare(Quantity.LOSS, "loss", 0, one, torch.tensor([1.0, 2.0]))
+    assert difference.absolute == math.inf
     assert dataclasses.replace(difference, bound=1e9).exceeds
 
 
 def test_nan_on_both_sides_is_no_difference() -> None:
     both = torch.tensor([math.nan, 1.0])
     assert compare(Quantity.LOSS, "loss", 0, both, both.clone()).different == 0
-
-
-def test_tensors_of_different_dtypes_cannot_be_compared() -> None:
-    difference = compare(Quantity.PARAMETER, "w", 0, torch.ones(2), torch.ones(2, dtype=torch.bfloat16))
-    assert dataclasses.replace(difference, bound=1e9).exceeds
 
 
 def test_the_parts_of_complex_numbers_are_compared_each() -> None:
