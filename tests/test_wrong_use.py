@@ -123,7 +123,8 @@ def _meta() -> Small:
 
 def _shard_replicated() -> None:
     """What torch replicates already."""
-    fully_shard(replicate_with_fsdp(Block(), mesh=init_device_mesh("cpu", (4,))))
+    model: Any = replicate_with_fsdp(Block(), mesh=init_device_mesh("cpu", (4,)))
+    fully_shard(model)
 
 
 OF_TORCH: dict[str, tuple[Callable[[], object], type[Exception], str]] = {

@@ -57,7 +57,7 @@ def replace_step(optimizer: optim.Optimizer, mark: str, step: Callable[[optim.Op
     Args:
         optimizer: It is changed.
         mark: Attribute that tells that it was.
-        step: Takes the optimizer, which a copy of it is, too.
+        step: Called with the optimizer, or with a copy of it.
     """
 
     @torch.compiler.disable
