@@ -10,7 +10,6 @@ sums are FSDP2's: over the lookups of each rank, in `param_dtype`, and then over
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -46,18 +45,14 @@ class _RowExchange:
     """
 
     order: torch.Tensor
-    asked: Sequence[int]
-    wanted: Sequence[int]
+    asked: list[int]
+    wanted: list[int]
     rows: torch.Tensor
     group: dist.ProcessGroup
 
     @classmethod
     def of(cls, ids: torch.Tensor, spec: UnshardSpec) -> _RowExchange:
-        """Exchanges which rows each rank of the shard group wants; all of them call this together.
-
-        Args:
-            ids: Rows of the full parameter that this rank wants, of any shape.
-            spec: Of the parameter.
+        """Exchanges which rows of the parameter the ranks of the shard group want; all of them call this together.
 
         Raises:
             IndexError: On every rank of the shard group, if an id of any of them is no row.
@@ -83,26 +78,12 @@ class _RowExchange:
         return cls(order, asked_of, wanted_by, rows, group)
 
     def bring(self, rows: torch.Tensor) -> torch.Tensor:
-        """Sends every rank the rows that it wants.
-
-        Args:
-            rows: `[sum(wanted), width]`: those that the others want of this rank, in the order of `self.rows`.
-
-        Returns:
-            `[ids, width]`: those that this rank wants, in the order of its ids.
-        """
+        """Sends rows that others want, `[sum(wanted), width]`; returns those that this rank wants, `[ids, width]`."""
         arrived = _exchanged(rows, self.group, sent=self.wanted, received=self.asked)
         return torch.empty_like(arrived).index_copy_(0, self.order, arrived)
 
     def send(self, gradients: torch.Tensor) -> torch.Tensor:
-        """Sends every rank the gradients of its rows.
-
-        Args:
-            gradients: `[ids, width]`: of the rows that this rank looked up, in the order of its ids.
-
-        Returns:
-            `[sum(wanted), width]`: of this rank's rows, in the order of `self.rows`.
-        """
+        """Sends gradients of rows, `[ids, width]`, to their ranks; returns those of `rows`, `[sum(wanted), width]`."""
         return _exchanged(gradients[self.order], self.group, sent=self.asked, received=self.wanted)
 
 
@@ -110,16 +91,14 @@ def _exchanged(
     message: torch.Tensor,
     group: dist.ProcessGroup,
     *,
-    sent: Sequence[int] | None = None,
-    received: Sequence[int] | None = None,
+    sent: list[int] | None = None,
+    received: list[int] | None = None,
 ) -> torch.Tensor:
     """The parts of all ranks for this one, rank after rank; equal parts if no numbers of rows are given."""
     length = message.shape[0] if received is None else sum(received)
     # Zeros: the fake group of tests and benchmarks, which sends nothing, leaves the memory as it is.
     arrived = message.new_zeros((length, *message.shape[1:]))
-    dist.all_to_all_single(
-        arrived, message, None if received is None else list(received), None if sent is None else list(sent), group
-    )
+    dist.all_to_all_single(arrived, message, received, sent, group)
     return arrived
 
 

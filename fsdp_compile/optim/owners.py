@@ -305,6 +305,7 @@ class _Transfer:
 
     Args:
         group: The ranks.
+        device: Of the tensors.
         sent: This rank's, for each.
         forms: Of those that it gets, from each.
         targets: Where they are copied to.
