@@ -86,23 +86,8 @@ def _shard_in_bfloat16(model: nn.Module, fully_shard: Any) -> None:
     fully_shard(model, mp_policy=_BF16)
 
 
-_LOOSE: dict[str, Any] = {"level": Level.TOLERANCE, "options": {"lower": "eager"}}
-_CASES = {
-    "a reduction in bfloat16": _experiment(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)),
-    "inputs are not cast": _experiment(mp_policy=MixedPrecisionPolicy(torch.bfloat16, cast_forward_inputs=False)),
-    "prepared in bfloat16": _experiment(reference=Reference.SINGLE, prepare=_shard_in_bfloat16, **_LOOSE),
-}
-
-
-def _exceeding(experiments: list[Experiment]) -> list[set[str]]:
-    """What of the first step exceeds the level of each."""
-    found = [[d for d in train_both(each) if d.exceeds and d.step == 0] for each in experiments]
-    return [{f"{difference.quantity.value} of {difference.name}" for difference in each} for each in found]
-
-
-def test_the_policy_and_the_batch_reach_the_reference() -> None:
-    found = run_ranks(_exceeding, list(_CASES.values()))[0]
-    assert dict(zip(_CASES, found, strict=True)) == {name: set() for name in _CASES}
+def _drawn(_step: int) -> _Pair:
+    return _Pair(torch.randn(8, 16), torch.randn(8, 8))
 
 
 class _Normed(nn.Module):
@@ -129,37 +114,37 @@ def _counting(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return _Counting(parameters, lr=0.1)
 
 
-_BUFFERS = {f"buffer of norm.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")}
+_LOOSE: dict[str, Any] = {"level": Level.TOLERANCE, "options": {"lower": "eager"}}
 _NORMED: dict[str, Any] = {"make_model": _Normed, "make_batch": make_batch}
+_BUFFERS = {f"buffer of norm.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")}
+_NUMBERS = {f"optimizer state of layer.{name}.moved" for name in ("weight", "bias")}
+_BF16_REDUCTION = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+_NO_CAST = MixedPrecisionPolicy(torch.bfloat16, cast_forward_inputs=False)
+CASES = {
+    "a reduction in bfloat16": _experiment(mp_policy=_BF16_REDUCTION, steps=1),
+    "inputs are not cast": _experiment(mp_policy=_NO_CAST, steps=1),
+    "prepared in bfloat16": _experiment(reference=Reference.SINGLE, prepare=_shard_in_bfloat16, steps=1, **_LOOSE),
+    "a batch that each rank draws": _experiment(make_batch=_drawn, reference=Reference.SINGLE, **_LOOSE),
+    "buffers of FSDP2": _experiment(**_NORMED, reference=Reference.FSDP2),
+    "buffers of FSDP1": _experiment(**_NORMED),
+    "buffers within bounds": _experiment(**_NORMED | _LOOSE, reference=Reference.FSDP2),
+    "numbers of an optimizer": _experiment(reference=Reference.SINGLE, optimizer=_counting, **_LOOSE),
+}
+DIFFERENT: dict[str, tuple[set[str], set[str]]] = {
+    "buffers of FSDP2": (_BUFFERS, _BUFFERS),
+    "buffers of FSDP1": (_BUFFERS, _BUFFERS),
+    "buffers within bounds": (_BUFFERS, set()),
+    "numbers of an optimizer": (_NUMBERS, _NUMBERS),
+}
+"""Which of the buffers and numbers of an experiment differ, and what exceeds its level, if anything does."""
 
 
-def test_buffers_and_numbers_of_optimizers_are_compared() -> None:
-    cases = {
-        "wrapped by FSDP2": _experiment(**_NORMED, reference=Reference.FSDP2),
-        "wrapped by FSDP1": _experiment(**_NORMED),
-        "within bounds": _experiment(**_NORMED | _LOOSE, reference=Reference.FSDP2),
-        "numbers": _experiment(reference=Reference.SINGLE, **_LOOSE | {"optimizer": _counting}),
-    }
-    differ, exceed = run_ranks(_differing, list(cases.values()))[0]
-    numbers = {"optimizer state of layer.weight.moved", "optimizer state of layer.bias.moved"}
-    assert [each & (_BUFFERS | numbers) for each in differ] == [_BUFFERS, _BUFFERS, _BUFFERS, numbers]
-    assert exceed == [_BUFFERS, _BUFFERS, set(), numbers]
-
-
-def _differing(experiments: list[Experiment]) -> tuple[list[set[str]], list[set[str]]]:
-    """What of each differs at all, and what exceeds its level."""
-    found = [train_both(each) for each in experiments]
-    differ = [{f"{d.quantity.value} of {d.name}" for d in each if d.different} for each in found]
-    return differ, [{f"{d.quantity.value} of {d.name}" for d in each if d.exceeds} for each in found]
-
-
-def _drawn(_step: int) -> _Pair:
-    return _Pair(torch.randn(8, 16), torch.randn(8, 8))
-
-
-def test_a_batch_that_is_drawn_is_the_same_one_on_each_rank() -> None:
-    experiment = _experiment(make_batch=_drawn, reference=Reference.SINGLE, **_LOOSE)
-    assert run_ranks(_differing, [experiment])[0][1] == [set()]
+@pytest.mark.parametrize("name", CASES)
+def test_policies_and_batches_reach_both_sides_and_everything_is_compared(name: str) -> None:
+    found = run_ranks(train_both, CASES[name])[0]
+    named = [(f"{d.quantity.value} of {d.name}", d) for d in found]
+    differing = {text for text, d in named if d.different} & (_BUFFERS | _NUMBERS)
+    assert (differing, {text for text, d in named if d.exceeds}) == DIFFERENT.get(name, (set(), set()))
 
 
 @on_ranks(world_size=4)
