@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor, Partial, Shard
@@ -22,6 +21,7 @@ from fsdp_compile.fsdp2.shards import local_of
 from fsdp_compile.optim.flat_step import flat_step
 from fsdp_compile.optim.gradients import GradScaler, clip_grad_norm_
 from tests import long
+from tests.fsdp2.models import mesh_of
 from tests.ranks import on_ranks, run_ranks
 from tests.two_sides import whole
 
@@ -48,22 +48,18 @@ def full_shard(model: nn.Module) -> None:
 
 
 def hybrid(model: nn.Module) -> None:
-    fully_shard(model, mesh=_hybrid_mesh(), ignored_params=_ignored(model))
+    fully_shard(model, mesh=mesh_of((2, 2)), ignored_params=_ignored(model))
 
 
 def two_meshes(model: nn.Module) -> None:
     assert isinstance(model, Net)
-    fully_shard(model.one, mesh=_hybrid_mesh())
-    fully_shard(model, mesh=init_device_mesh("cpu", (4,)), ignored_params=_ignored(model))
+    fully_shard(model.one, mesh=mesh_of((2, 2)))
+    fully_shard(model, mesh=mesh_of((4,)), ignored_params=_ignored(model))
 
 
 def _ignored(model: nn.Module) -> set[nn.Parameter]:
     """FSDP2 does not shard 0-d parameters."""
     return {parameter for parameter in model.parameters() if parameter.dim() == 0}
-
-
-def _hybrid_mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 
 
 def _trained(prepare: Callable[[nn.Module], None]) -> tuple[nn.Module, nn.Module]:
@@ -134,7 +130,7 @@ def test_plain_gradients_count_once_as_each_rank_has_them(norm_type: float) -> N
     model.row = nn.Parameter(model.row.detach().double())
     fully_shard(model, ignored_params={model.row, model.scale})
     sharded = torch.arange(7.0 * WIDTH).view(7, WIDTH)
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = mesh_of((2,))
     rows = sharded.chunk(2)[dist.get_rank()]
     model.one.weight.grad = DTensor.from_local(rows, mesh, [Shard(0)], shape=sharded.shape, stride=sharded.stride())
     model.row.grad = torch.full((1, WIDTH), 10.0 * (1 + dist.get_rank()), dtype=torch.float64)
@@ -228,7 +224,7 @@ def test_an_order_that_makes_no_norm_is_refused(norm_type: float) -> None:
 
 @on_ranks()
 def test_a_sum_that_was_not_made_yet_is_refused() -> None:
-    parameter = nn.Parameter(DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), [Partial()]))
+    parameter = nn.Parameter(DTensor.from_local(torch.ones(2), mesh_of((2,)), [Partial()]))
     with pytest.raises(ConfigError, match="redistribute"):
         clip_grad_norm_(parameter, 1.0)
 
@@ -306,35 +302,23 @@ def test_clipping_after_unscaling_sees_the_true_norm() -> None:
     assert [v.item() for v in found.values()] == [0.0]
 
 
-class Chain(nn.Module):
-    """Two layers whose rows do not divide over two ranks, and a parameter that every rank holds whole."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4))
-        self.own = nn.Parameter(torch.ones(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x) * self.own
-
-
 @on_ranks()
 def test_flat_step_after_unscaling_and_clipping_is_the_plain_step() -> None:
     """Steps with `flat_step` and steps without; in the second one, rank 1 has an infinite gradient."""
     ends = []
     for wrap in (flat_step, lambda optimizer: optimizer):
-        model: Any = Chain()
-        fully_shard(model, ignored_params={model.own})
+        torch.manual_seed(0)
+        model = Net()
+        full_shard(model)
         optimizer = wrap(torch.optim.AdamW(model.parameters(), lr=0.1))
         scaler = GradScaler("cpu", init_scale=SCALE)
         norms, scales = [], []
         for step in range(4):
-            batch = torch.randn(2, 4, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
+            batch = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
             scaler.scale(model(batch).square().sum()).backward()
-            dist.all_reduce(model.own.grad, dist.ReduceOp.AVG)  # ignored parameters are averaged by their owner
+            dist.all_reduce(model.scale.grad, dist.ReduceOp.AVG)  # ignored parameters are averaged by their owner
             if step == 1 and dist.get_rank() == 1:
-                local_of(model.layers[0].weight.grad).view(-1)[0] = float("inf")
+                local_of(model.one.weight.grad).view(-1)[0] = float("inf")  # type: ignore[arg-type]
             scaler.unscale_(optimizer)
             norms.append(clip_grad_norm_(model, 0.25).item())
             scaler.step(optimizer)
