@@ -22,6 +22,7 @@ from fsdp_compile._torch.tensors import by_device_and_dtype, foreach_mul_, forea
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2.shards import local_of
 from fsdp_compile.fsdp2.updates import refuse_whole_gradients
+from fsdp_compile.sharding.arguments import device_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,13 +51,7 @@ def spread_of(parameter: torch.Tensor) -> Spread:
         )
     mesh = parameter.device_mesh
     dims = [d for d, p in enumerate(parameter.placements) if not p.is_replicate() and mesh.size(d) > 1]
-    if not dims:
-        return Spread()
-    if mesh.device_type == "cpu":
-        device = torch.device("cpu")
-    else:
-        device = torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
-    return Spread(tuple(mesh.get_group(d) for d in dims), device)
+    return Spread(tuple(mesh.get_group(d) for d in dims), device_of(mesh)) if dims else Spread()
 
 
 _EPSILON = 1e-6  # torch's: a norm of zero divides nothing by zero
