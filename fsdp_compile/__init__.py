@@ -29,9 +29,8 @@ if TYPE_CHECKING:
     from fsdp_compile.fsdp2.accumulation import no_sync
     from fsdp_compile.fsdp2.comm_hook import register_comm_hook
     from fsdp_compile.fsdp2.take_over import units
-    from fsdp_compile.optim.clip import clip_grad_norm_
     from fsdp_compile.optim.flat_step import flat_step
-    from fsdp_compile.optim.grad_scaler import GradScaler
+    from fsdp_compile.optim.gradients import GradScaler, clip_grad_norm_
     from fsdp_compile.optim.step_in_backward import step_in_backward
     from fsdp_compile.optim.whole_step import whole_step
     from fsdp_compile.options import FSDPOptions
@@ -100,7 +99,7 @@ _HOMES: Final = {
     "FSDPCompileError": "fsdp_compile.errors",
     "FSDPOptions": "fsdp_compile.options",
     "FSDPPrefetch": "fsdp_compile.config.prefetch",
-    "GradScaler": "fsdp_compile.optim.grad_scaler",
+    "GradScaler": "fsdp_compile.optim.gradients",
     "InvariantError": "fsdp_compile.errors",
     "MixedPrecision": "fsdp_compile.config.policy",
     "ParityError": "fsdp_compile.errors",
@@ -109,7 +108,7 @@ _HOMES: Final = {
     "RankMismatchError": "fsdp_compile.errors",
     "UnsupportedModelError": "fsdp_compile.errors",
     "check_parity": "fsdp_compile.parity.api",
-    "clip_grad_norm_": "fsdp_compile.optim.clip",
+    "clip_grad_norm_": "fsdp_compile.optim.gradients",
     "explain": "fsdp_compile.explain.api",
     "flat_step": "fsdp_compile.optim.flat_step",
     "flatten_sharded_optim_state_dict": "fsdp_compile.state.optim_state",

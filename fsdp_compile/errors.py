@@ -18,7 +18,12 @@ class FSDPCompileError(RuntimeError):
         self.what = what
         self.where = where
         self.instead = instead
-        super().__init__(_format(what, where, instead))
+        lines = [what]
+        if where is not None:
+            lines.append(f"  where: {where}")
+        if instead is not None:
+            lines.append(f"  instead: {instead}")
+        super().__init__("\n".join(lines))
 
 
 class ConfigError(FSDPCompileError):
@@ -63,12 +68,3 @@ class RankMismatchError(FSDPCompileError):
 
 class RankFailedError(FSDPCompileError):
     """A rank failed, or does not answer; where a launcher of ours started it, the text has that rank's traceback."""
-
-
-def _format(what: str, where: str | None, instead: str | None) -> str:
-    lines = [what]
-    if where is not None:
-        lines.append(f"  where: {where}")
-    if instead is not None:
-        lines.append(f"  instead: {instead}")
-    return "\n".join(lines)

@@ -180,25 +180,17 @@ class FSDPOptions:
         options = dict(options or {})
         known = [field.name for field in dataclasses.fields(cls)]
         for name in options:
+            if name in known:
+                continue
             if name in _BEFORE_COMPILING:
-                raise ConfigError(
-                    f"{name!r} is no option of a compile: Dynamo has traced the model before a backend could use it",
-                    where='torch.compile(..., backend="fsdp", options={...})',
-                    instead=f"fully_shard(model, {name}=...) before torch.compile",
-                )
-            if name in _REMOVED:
-                raise ConfigError(
-                    f"option {name!r} was removed",
-                    where='torch.compile(..., backend="fsdp", options={...})',
-                    instead=_REMOVED[name],
-                )
-            if name not in known:
+                what = f"{name!r} is no option of a compile: Dynamo has traced the model before a backend could use it"
+                instead = f"fully_shard(model, {name}=...) before torch.compile"
+            elif name in _REMOVED:
+                what, instead = f"option {name!r} was removed", _REMOVED[name]
+            else:
                 near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.4)
-                raise ConfigError(
-                    f"unknown option {name!r}",
-                    where='torch.compile(..., backend="fsdp", options={...})',
-                    instead=f"{near[0]!r}" if near else f"one of {', '.join(known)}",
-                )
+                what, instead = f"unknown option {name!r}", repr(near[0]) if near else f"one of {', '.join(known)}"
+            raise ConfigError(what, where='torch.compile(..., backend="fsdp", options={...})', instead=instead)
         return cls(**options)
 
     @property
@@ -215,6 +207,5 @@ class FSDPOptions:
     @property
     def sharding(self) -> dict[str, Any]:
         """The arguments for `fully_shard` among the options, without those left at their default."""
-        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name in SHARDING}
-        defaults = {f.name: f.default for f in dataclasses.fields(self)}
-        return {name: value for name, value in given.items() if value is not defaults[name]}
+        given = {f.name: (getattr(self, f.name), f.default) for f in dataclasses.fields(self) if f.name in SHARDING}
+        return {name: value for name, (value, default) in given.items() if value is not default}

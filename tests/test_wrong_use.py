@@ -17,6 +17,7 @@ from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
@@ -36,7 +37,8 @@ def _compiled(model: Any, **options: Any) -> Any:
     return torch.compile(model, backend="fsdp", options={"lower": "eager", **options})
 
 
-def _says(error: FSDPCompileError, what: str, where: str, instead: str) -> None:
+def _check(error: FSDPCompileError, what: str, where: str, instead: str, kind: type = ConfigError) -> None:
+    assert type(error) is kind
     assert what in error.what
     assert where in (error.where or "")
     assert instead in (error.instead or "")
@@ -58,7 +60,6 @@ def _refusal(call: Callable[[], object]) -> FSDPCompileError:
 
 
 OPTIONS: dict[str, tuple[dict[str, Any], str, str, str]] = {
-    "unknown": ({"prefech": 1}, "unknown option 'prefech'", "options={...}", "'prefetch'"),
     "bad-value": ({"prefetch": -1}, "'prefetch' cannot be -1", "'prefetch'", "0, 1, 2"),
     "bad-reshard": ({"reshard_after_forward": 3}, "reshard_after_forward=3", "reshard_after_forward", "False"),
     "bad-policy": (
@@ -76,9 +77,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], str, str, str]] = {
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_wrong_options_of_the_backend(kind: str) -> None:
     options, what, where, instead = OPTIONS[kind]
-    error = _refusal(lambda: _compiled(Small(), **options)(torch.ones(2, 6)))
-    assert type(error) is ConfigError
-    _says(error, what, where, instead)
+    _check(_refusal(lambda: _compiled(Small(), **options)(torch.ones(2, 6))), what, where, instead)
 
 
 @pytest.mark.usefixtures("world")
@@ -98,8 +97,7 @@ def test_a_partitioner_of_inductor() -> None:
     with inductor_config.patch(custom_partitioner_fn=Given()):
         of_process = compile_with({})
     for error in (of_options, of_process):
-        assert type(error) is ConfigError
-        _says(error, "a partitioner was given", "custom_partitioner_fn", "checkpoint")
+        _check(error, "a partitioner was given", "custom_partitioner_fn", "checkpoint")
 
 
 @pytest.mark.usefixtures("world")
@@ -114,19 +112,40 @@ def test_a_refused_call_leaves_the_model_as_it_was() -> None:
 
 @pytest.mark.usefixtures("world")
 def test_meta_parameters_of_a_plain_model() -> None:
+    error = _refusal(lambda: _compiled(_meta())(torch.ones(2, 6, device="meta")))
+    _check(error, "on the meta device", "scale", "to_empty")
+
+
+def _meta() -> Small:
     with torch.device("meta"):
-        model = Small()
-    error = _refusal(lambda: _compiled(model)(torch.ones(2, 6, device="meta")))
-    assert type(error) is ConfigError
-    _says(error, "on the meta device", "scale", "to_empty")
+        return Small()
+
+
+def _shard_replicated() -> None:
+    """What torch replicates already."""
+    model: Any = replicate_with_fsdp(Block(), mesh=init_device_mesh("cpu", (4,)))
+    fully_shard(model)
+
+
+OF_TORCH: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "sharded twice": (lambda: fully_shard(fully_shard(Small())), AssertionError, "has already been applied"),
+    "replicated": (_shard_replicated, AssertionError, "ReplicateBlock"),
+    "a list": (lambda: fully_shard(nn.ModuleList([Small()])), ValueError, "do not implement forward"),
+    "a dict": (lambda: fully_shard(nn.ModuleDict({"a": Small()})), ValueError, "do not implement forward"),
+    "on meta": (
+        lambda: _compiled(fully_shard(_meta()))(torch.ones(2, 6)),
+        RuntimeError,
+        "should be materialized from meta device",
+    ),
+}
 
 
 @pytest.mark.usefixtures("world")
-def test_meta_parameters_of_a_sharded_model() -> None:
-    with torch.device("meta"):
-        model = fully_shard(Small())
-    with pytest.raises(RuntimeError, match="should be materialized from meta device"):
-        _compiled(model)(torch.ones(2, 6))
+@pytest.mark.parametrize("name", OF_TORCH)
+def test_errors_of_torch(name: str) -> None:
+    call, kind, text = OF_TORCH[name]
+    with pytest.raises(kind, match=text):
+        call()
 
 
 @pytest.mark.usefixtures("world")
@@ -134,29 +153,15 @@ def test_a_plain_model_with_a_parameter_that_is_not_contiguous() -> None:
     model = Small()
     model.scale = nn.Parameter(torch.ones(2, 6).t())
     error = _refusal(lambda: _compiled(model)(torch.ones(2, 6)))
-    assert type(error) is UnsupportedModelError
-    _says(error, "not contiguous", "scale", "p.contiguous()")
+    _check(error, "not contiguous", "scale", "p.contiguous()", UnsupportedModelError)
     assert type(model.scale) is nn.Parameter
 
 
 @pytest.mark.usefixtures("world")
-def test_sharding_twice() -> None:
-    model = fully_shard(Small())
-    with pytest.raises(AssertionError, match="fully_shard has already been applied"):
-        fully_shard(model)
-
-
-@pytest.mark.usefixtures("world")
-def test_sharding_what_torch_replicates_already() -> None:
-    from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
-
-    model = Block()
-    replicate_with_fsdp(model, mesh=init_device_mesh("cpu", (4,)))
+def test_a_model_that_torch_replicates() -> None:
+    model = replicate_with_fsdp(Block(), mesh=init_device_mesh("cpu", (4,)))
     error = _refusal(lambda: _compiled(model)(torch.ones(2, 16)))
-    assert type(error) is ConfigError
-    _says(error, "averages gradients by itself", "ReplicateBlock", "the model without")
-    with pytest.raises(AssertionError, match="ReplicateBlock"):
-        fully_shard(model)
+    _check(error, "averages gradients by itself", "ReplicateBlock", "the model without")
 
 
 @pytest.mark.core
@@ -175,8 +180,7 @@ def test_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     for call in (lambda: fully_shard(Small()), lambda: _compiled(Small())(torch.ones(2, 6))):
         error = _refusal(call)
-        assert type(error) is ConfigError
-        _says(error, "lacks WORLD_SIZE, MASTER_ADDR, MASTER_PORT", "os.environ", "torchrun")
+        _check(error, "lacks WORLD_SIZE, MASTER_ADDR, MASTER_PORT", "os.environ", "torchrun")
     assert not dist.is_initialized()
 
 
@@ -203,38 +207,22 @@ def test_wrong_arguments_of_fully_shard(kind: str) -> None:
     model = Small()
     before = list(model.parameters())
     error = _refusal(lambda: fully_shard(model, **arguments))
-    assert type(error) is ConfigError
-    _says(error, what, where, instead)
+    _check(error, what, where, instead)
     assert all(a is b for a, b in zip(model.parameters(), before, strict=True)), "nothing was touched"
 
 
 @pytest.mark.usefixtures("world")
-@pytest.mark.parametrize("root", [nn.ModuleList([Small()]), nn.ModuleDict({"a": Small()})])
-def test_containers_that_cannot_be_called(root: Any) -> None:
-    with pytest.raises(ValueError, match="containers that do not implement forward"):
-        fully_shard(root)
-
-
-@pytest.mark.usefixtures("world")
-@pytest.mark.parametrize(
-    ("root", "what", "instead"),
-    [
-        ({Small()}, "set is not a torch.nn.Module", "pass the module"),
-        (Small().parameters(), "generator is not a torch.nn.Module", "pass the module"),
-    ],
-)
-def test_roots_that_are_no_modules(root: Any, what: str, instead: str) -> None:
+@pytest.mark.parametrize("root", [{Small()}, Small().parameters()], ids=["set", "generator"])
+def test_roots_that_are_no_modules(root: Any) -> None:
     error = _refusal(lambda: fully_shard(root))
-    assert type(error) is ConfigError
-    _says(error, what, "fully_shard(module)", instead)
+    _check(error, f"{type(root).__name__} is not a torch.nn.Module", "fully_shard(module)", "pass the module")
 
 
 @pytest.mark.usefixtures("world")
 def test_a_parameter_that_belongs_to_no_module() -> None:
     loose = nn.Parameter(torch.ones(3))
     error = _refusal(lambda: _compiled(lambda x: x * loose)(torch.ones(3)))
-    assert type(error) is ConfigError
-    _says(error, "whose gradients no rank would average", "loose", "fully_shard(model)")
+    _check(error, "whose gradients no rank would average", "loose", "fully_shard(model)")
 
 
 @pytest.mark.usefixtures("world")
@@ -246,7 +234,7 @@ def test_a_part_of_a_model_that_is_sharded_already() -> None:
 
 
 def _train_with_an_option_for_sharding(model: nn.Module) -> None:
-    compiled = torch.compile(model, backend="fsdp", options={"lower": "eager", "reshard_after_forward": False})
+    compiled = _compiled(model, reshard_after_forward=False)
     compiled(torch.ones(2, 4)).sum().backward()
     compiled(torch.ones(3, 4)).sum().backward()
 
@@ -271,8 +259,7 @@ def _evaluate_and_train(first: dict[str, Any], second: dict[str, Any]) -> None:
 def test_a_second_compile_cannot_shard_in_another_way(first: dict[str, Any]) -> None:
     asked = {"reshard_after_forward": False}
     error = _refusal(lambda: _evaluate_and_train(first, asked))
-    assert type(error) is ConfigError
-    _says(error, "the model was sharded before", "'reshard_after_forward'", "in all compiles of a plain model")
+    _check(error, "the model was sharded before", "'reshard_after_forward'", "in all compiles of a plain model")
 
 
 @pytest.mark.long

@@ -7,9 +7,8 @@ import sys
 from typing import TYPE_CHECKING, Final
 
 from fsdp_compile.cli.arguments import named_function
-from fsdp_compile.config.choices import DTYPES, LOWER
+from fsdp_compile.config.choices import DTYPES, LOWER, Accumulation, Level, Reference, check_counts
 from fsdp_compile.errors import ParityError, RankFailedError
-from fsdp_compile.parity.kinds import Accumulation, Level, Reference, check_counts
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

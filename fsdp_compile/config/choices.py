@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Collection
+from enum import StrEnum
 from typing import Final
 
 from fsdp_compile.errors import ConfigError
@@ -36,6 +37,37 @@ DEFAULT_PASSES: Final = (
 )
 """The passes of a compile without options, in their order."""
 PASSES: Final = (*DEFAULT_PASSES, "schedule-fsdp1", "schedule-reduce", "schedule-prefetch")
+
+
+class Reference(StrEnum):
+    """What parity compares the compiled model with; all of them run eagerly."""
+
+    SINGLE = "single"
+    """One unsharded process on the whole batch."""
+    DDP = "ddp"
+    """`DistributedDataParallel`."""
+    FSDP2 = "fsdp2"
+    """`torch.distributed.fsdp.fully_shard` at its defaults."""
+    FSDP1 = "fsdp1"
+    """`FullyShardedDataParallel`, with the original parameters."""
+
+
+class Level(StrEnum):
+    """How equal the two must be."""
+
+    BITWISE = "bitwise"
+    """Every bit of every loss, gradient, parameter and optimizer state."""
+    TOLERANCE = "tolerance"
+    """Up to the bounds of `parity/compare.py`, which follow from dtypes, lengths of sums and depth."""
+
+
+class Accumulation(StrEnum):
+    """How the gradients of the micro-batches of one step are accumulated."""
+
+    REDUCE_EACH = "reduce-each"
+    """Every micro-batch is reduced, and sharded gradients are added."""
+    HOLD = "hold"
+    """Gradients of all micro-batches but the last accumulate unreduced, as inside of `no_sync`."""
 
 
 def check_name(name: str, known: Collection[str], what: str) -> None:
@@ -78,6 +110,21 @@ def check_world_size(world_size: int | None, where: str = "explain(world_size=..
             instead="the number of ranks, such as 64",
         )
     return world_size
+
+
+def check_counts(world_size: int, replicas: int, *, steps: int, micro_batches: int) -> None:
+    """Raises `ConfigError` for numbers that are not positive, and for ranks that replicas do not divide."""
+    counts = {"world_size": world_size, "steps": steps, "replicas": replicas, "micro_batches": micro_batches}
+    for name, value in counts.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            where = f"check_parity({name}=...)"
+            raise ConfigError(f"{value!r} is not a positive whole number", where=where, instead="1, 2, 3, ...")
+    if world_size % replicas:
+        raise ConfigError(
+            f"{world_size} ranks cannot form {replicas} equal groups",
+            where="check_parity(replicas=...)",
+            instead=f"a divisor of {world_size}",
+        )
 
 
 def bad_option(name: str, value: object, allowed: str) -> ConfigError:

@@ -51,12 +51,18 @@ class MixedPrecision(MixedPrecisionPolicy):
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"):
-            _check_dtype(name, getattr(self, name))
+            dtype = getattr(self, name)
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise ConfigError(
+                    f"{name} is {dtype!r}",
+                    where=f"MixedPrecision({name}=...)",
+                    instead="a floating-point dtype such as torch.bfloat16, or None to keep the dtype",
+                )
         if self.gather_dtype is not None and self.gather_dtype not in ASKED:
             raise ConfigError(
                 f"gather_dtype is {self.gather_dtype!r}",
                 where="MixedPrecision(gather_dtype=...)",
-                instead=f"one of {', '.join(map(_spelled, ASKED))}, or None to send param_dtype",
+                instead=f"one of {', '.join(map(repr, ASKED))}, or None to send param_dtype",
             )
         classes = self.full_precision_classes
         if not isinstance(classes, tuple) or not all(isinstance(c, type) and issubclass(c, nn.Module) for c in classes):
@@ -105,19 +111,6 @@ def as_mixed_precision(policy: AnyPrecisionPolicy) -> MixedPrecision:
 def as_dict(policy: MixedPrecisionPolicy) -> dict[str, Any]:
     """What this torch's `MixedPrecisionPolicy` takes, as a policy, or one of a derived class, has it."""
     return {field.name: getattr(policy, field.name) for field in dataclasses.fields(MixedPrecisionPolicy)}
-
-
-def _spelled(asked: torch.dtype | str) -> str:
-    return repr(asked) if isinstance(asked, str) else str(asked)
-
-
-def _check_dtype(name: str, dtype: object) -> None:
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ConfigError(
-            f"{name} is {dtype!r}",
-            where=f"MixedPrecision({name}=...)",
-            instead="a floating-point dtype such as torch.bfloat16, or None to keep the dtype",
-        )
 
 
 AnyOffloadPolicy = OffloadPolicy | CPUOffload | None

@@ -67,8 +67,8 @@ class FSDPCallback(TrainerCallback):
         model._is_distributed_loading_by_transformers = True
         model.config.distributed_config = _distribution(model)
         if model.config.distributed_config.dp_size == 1:  # transformers gathers nothing to save it
-            object.__setattr__(model, "save_pretrained", _SavePretrained(model))
-        object.__setattr__(model, "load_state_dict", _LoadStateDict(model))
+            object.__setattr__(model, "save_pretrained", functools.partial(_save_pretrained, model))
+        object.__setattr__(model, "load_state_dict", functools.partial(_load_state_dict, model))
         # By it Trainer tells models whose labels it has to shift for label smoothing.
         object.__setattr__(model, "_get_name", functools.partial(str, user_class(model).__name__))
         self._model = model
@@ -100,13 +100,7 @@ class FSDPCallback(TrainerCallback):
         if state.global_step == 0:
             return
         folder = _folder(args, state)
-        if not folder.is_dir():
-            raise ConfigError(
-                f"there is no optimizer state in {folder}",
-                where=f"Trainer.train(resume_from_checkpoint=...), step {state.global_step}",
-                instead=f"a checkpoint that a run with FSDPCallback() wrote, in output_dir {args.output_dir!r}",
-            )
-        _refuse_other_run(folder, resumed_run)
+        _refuse_folder(folder, args, state, resumed_run)
         loaded = _training_state(kwargs)
         _load(loaded, folder)
         set_optimizer_state_dict(kwargs["model"], _plain(kwargs["optimizer"]), loaded["optimizer"])
@@ -116,38 +110,25 @@ class FSDPCallback(TrainerCallback):
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         """Restores random number generators in a run that is resumed with a new epoch, whose loader draws a seed."""
         if args.ignore_data_skip or float(state.epoch or 0).is_integer():
-            self._go_on_drawing()
+            self.on_step_begin()
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         """Restores them in a run that is resumed within an epoch, whose loader had drawn its seed before the save."""
-        self._go_on_drawing()
-
-    def _go_on_drawing(self) -> None:
         if self._resumed is not None:
             _load_generators(self._resumed)
             self._resumed = None
 
 
-class _SavePretrained:
+def _save_pretrained(model: PreTrainedModel, save_directory: str | Path, **kwargs: Any) -> None:
     """`model.save_pretrained` on one rank."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
-
-    def __call__(self, save_directory: str | Path, **kwargs: Any) -> None:
-        with full_params(self.model, writeback=False):
-            type(self.model).save_pretrained(self.model, save_directory, **kwargs)
+    with full_params(model, writeback=False):
+        type(model).save_pretrained(model, save_directory, **kwargs)
 
 
-class _LoadStateDict:
+def _load_state_dict(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     """`model.load_state_dict` with full values, which the Trainer reads from its checkpoint on every rank."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with full_params(self.model):
-            return type(self.model).load_state_dict(self.model, *args, **kwargs)
+    with full_params(model):
+        return type(model).load_state_dict(model, *args, **kwargs)
 
 
 def _distribution(model: PreTrainedModel) -> DistributedConfig:
@@ -193,13 +174,19 @@ def _states_of_callbacks(state: TrainerState) -> dict[str, Any]:
 
 
 def _run_of(state: TrainerState) -> str | None:
-    """The name of the run that has made a Trainer's state; none of states that were saved before there were names."""
+    """The name of the run that has made a Trainer's state; none of states that were saved without the callback."""
     found: str | None = _states_of_callbacks(state).get(_STATE, {}).get(_RUN)
     return found
 
 
-def _refuse_other_run(folder: Path, run: str | None) -> None:
-    """Raises `ConfigError` if the Trainer resumes another run than the one whose optimizer state is in `folder`."""
+def _refuse_folder(folder: Path, args: TrainingArguments, state: TrainerState, run: str | None) -> None:
+    """Raises `ConfigError` if `folder` has no optimizer state, or that of another run than the Trainer resumes."""
+    if not folder.is_dir():
+        raise ConfigError(
+            f"there is no optimizer state in {folder}",
+            where=f"Trainer.train(resume_from_checkpoint=...), step {state.global_step}",
+            instead=f"a checkpoint that a run with FSDPCallback() wrote, in output_dir {args.output_dir!r}",
+        )
     # The Trainer tells callbacks what it has loaded, but not from where.
     written_by = (folder / _RUN).read_text() if (folder / _RUN).exists() else None
     if run is not None and run != written_by:
@@ -246,7 +233,7 @@ def _save_generators(folder: Path) -> None:
         "python": random.getstate(),
         "numpy": (name, torch.from_numpy(key), *rest),  # an array would not load without pickle
         "cpu": torch.get_rng_state(),
-        "devices": _device_states(),
+        "devices": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
     }
     torch.save(state, folder / _GENERATORS.format(dist.get_rank()))
 
@@ -257,13 +244,8 @@ def _load_generators(folder: Path) -> None:
     if file.exists():
         state = torch.load(file, weights_only=True)
         random.setstate(state["python"])
-        if "numpy" in state:  # not in checkpoints of earlier versions
-            name, key, *rest = state["numpy"]
-            np.random.set_state((name, key.numpy(), *rest))  # noqa: NPY002
+        name, key, *rest = state["numpy"]
+        np.random.set_state((name, key.numpy(), *rest))  # noqa: NPY002
         torch.set_rng_state(state["cpu"])
         if state["devices"]:
             torch.cuda.set_rng_state_all(state["devices"])
-
-
-def _device_states() -> list[torch.Tensor]:
-    return torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []

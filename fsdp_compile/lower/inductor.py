@@ -24,8 +24,7 @@ from fsdp_compile.lower.keep_order import KEEP_CALLS_IN_ORDER
 from fsdp_compile.lower.once import compile_once
 from fsdp_compile.lower.region import Region
 from fsdp_compile.lower.written_order import compare, planned_calls
-from fsdp_compile.ops.effects import UPDATE
-from fsdp_compile.ops.poison import CHECK_MESSAGE, POISON
+from fsdp_compile.ops.effects import CHECK_MESSAGE, POISON, UPDATE
 
 KEEP_OUR_ORDER: Final = {
     "reorder_for_peak_memory": False,

@@ -7,7 +7,6 @@ from fsdp_compile.ops import (
     host_copy,
     post_forward,
     quantize,
-    row_exchange,
     unshard,
 )
 
@@ -18,6 +17,5 @@ __all__ = [
     "host_copy",
     "post_forward",
     "quantize",
-    "row_exchange",
     "unshard",
 ]

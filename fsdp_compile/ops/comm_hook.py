@@ -36,7 +36,12 @@ class Registered:
     @property
     def compresses_to(self) -> torch.dtype | None:
         """The dtype of messages, if the hook is one of torch's own that casts them, as nodes."""
-        return None if self.key else _known_reduce_dtype(self.hook)
+        from torch.distributed.algorithms._comm_hooks import default_hooks
+
+        if self.key:
+            return None
+        known = {default_hooks.bf16_compress_hook: torch.bfloat16, default_hooks.fp16_compress_hook: torch.float16}
+        return known.get(self.hook)
 
 
 _RUNS_EACH_TIME = (torch.Tag.cudagraph_unsafe,)
@@ -55,22 +60,22 @@ def register(hook: CommHook, state: object) -> Registered:
 
 def check_signature(hook: object, arguments: Sequence[str]) -> None:
     """Raises `ConfigError` for a hook that cannot be called with the given arguments."""
+    problem: str | None = None
     if not callable(hook):
+        problem = f"is a {type(hook).__name__}, which cannot be called"
+    else:
+        try:
+            inspect.signature(hook).bind(*arguments)
+        except ValueError:
+            pass  # written in C: its arguments are not known
+        except TypeError as error:
+            problem = f"cannot be called with {len(arguments)} arguments: {error}"
+    if problem is not None:
         raise ConfigError(
-            f"the hook is a {type(hook).__name__}, which cannot be called",
+            f"the hook {problem}",
             where="register_comm_hook(model, hook)",
             instead=f"a function of ({', '.join(arguments)})",
         )
-    try:
-        inspect.signature(hook).bind(*arguments)
-    except ValueError:
-        return  # written in C: its arguments are not known
-    except TypeError as error:
-        raise ConfigError(
-            f"the hook cannot be called with {len(arguments)} arguments: {error}",
-            where="register_comm_hook(model, hook)",
-            instead=f"a function of ({', '.join(arguments)})",
-        ) from error
 
 
 def _find(key: str) -> Registered:
@@ -137,15 +142,6 @@ def hook_reduce_coalesced(messages: Sequence[torch.Tensor], key: str) -> list[to
 @hook_reduce_coalesced.register_fake
 def _(messages: Sequence[torch.Tensor], _key: str) -> list[torch.Tensor]:
     return [torch.empty_like(message) for message in messages]
-
-
-def _known_reduce_dtype(hook: object) -> torch.dtype | None:
-    """The dtype in which one of torch's own hooks reduces; `None` for one that keeps the gradient's, or any other."""
-    from torch.distributed.algorithms._comm_hooks import default_hooks
-
-    return {default_hooks.bf16_compress_hook: torch.bfloat16, default_hooks.fp16_compress_hook: torch.float16}.get(
-        hook  # type: ignore[call-overload]
-    )
 
 
 def is_plain_average(hook: object, state: Any, ranks: Sequence[int], stored: torch.dtype, *, split: bool) -> bool:

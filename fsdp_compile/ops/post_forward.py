@@ -22,16 +22,7 @@ _EAGER = EagerBuilder()
 
 @torch.library.custom_op("fsdp_compile::post_forward_part", mutates_args=())
 def post_forward_part(message: torch.Tensor, parts: int, group: str) -> torch.Tensor:
-    """Copies this rank's part out of a gathered message.
-
-    Args:
-        message: `[numel]`, rank after rank.
-        parts: Ranks in the group, which divides `numel`.
-        group: Alias of the group of the parts.
-
-    Returns:
-        `[numel / parts]`.
-    """
+    """Copies this rank's part, `[numel / parts]`, out of a gathered message; `group` has `parts` ranks."""
     held = resolve_group(group)
     assert held is not None
     # The rank is not an argument: graphs are alike on every rank. A clone, so that the message can be freed.

@@ -1,6 +1,11 @@
-"""Shards that are sent in 8 bits or fewer: `block_scales`, `quantize` and `dequantize`.
+"""Shards that are sent in 8 bits or fewer, in the format of the name `wire`; the gradient is not quantized.
 
-`layout/wire_formats.py` has the formats and their errors. The gradient is not quantized.
+    block_scales(shard, wire)                             floating-point [n] -> uint8 [scale_message_bytes(n)]
+    quantize(shard, scales, wire)                         -> uint8 [n / per_byte]
+    dequantize(gathered, scales, wire, size, dtype)       both messages of `size` ranks, rank after rank -> [size * n]
+
+`n` is a multiple of the format's block. Scales are bytes, as the elements, so that one grouped all-gather takes both.
+`layout/wire_formats.py` has the formats and their errors.
 """
 
 from __future__ import annotations
@@ -15,15 +20,7 @@ _EAGER = EagerBuilder()
 
 @torch.library.custom_op("fsdp_compile::block_scales", mutates_args=())
 def block_scales(shard: torch.Tensor, wire: str) -> torch.Tensor:
-    """The scales of a shard.
-
-    Args:
-        shard: `[n]`, floating-point, `n` a multiple of the format's block.
-        wire: Name of the format.
-
-    Returns:
-        uint8, `[scale_message_bytes(n)]`: bytes, as the elements, so that one grouped all-gather takes both.
-    """
+    """The scales of a shard."""
     return FORMATS[wire].scales(shard)
 
 
@@ -34,16 +31,7 @@ def _(shard: torch.Tensor, wire: str) -> torch.Tensor:
 
 @torch.library.custom_op("fsdp_compile::quantize", mutates_args=())
 def quantize(shard: torch.Tensor, scales: torch.Tensor, wire: str) -> torch.Tensor:
-    """The elements of a shard.
-
-    Args:
-        shard: `[n]`, floating-point.
-        scales: Of the shard, from `block_scales`.
-        wire: Name of the format.
-
-    Returns:
-        uint8, `[n / per_byte]`.
-    """
+    """The elements of a shard with these scales."""
     return FORMATS[wire].elements(shard, scales)
 
 
@@ -54,18 +42,7 @@ def _(shard: torch.Tensor, _scales: torch.Tensor, wire: str) -> torch.Tensor:
 
 @torch.library.custom_op("fsdp_compile::dequantize", mutates_args=())
 def dequantize(gathered: torch.Tensor, scales: torch.Tensor, wire: str, size: int, dtype: torch.dtype) -> torch.Tensor:
-    """The shards of all ranks, out of the two gathered messages.
-
-    Args:
-        gathered: uint8, `[size * n / per_byte]`: `quantize` of each rank, rank after rank.
-        scales: uint8, `[size * scale_message_bytes(n)]`: `block_scales` of each rank.
-        wire: Name of the format.
-        size: Number of ranks.
-        dtype: Dtype of the result.
-
-    Returns:
-        `[size * n]`.
-    """
+    """The shards of all ranks, out of the two gathered messages."""
     return FORMATS[wire].decoded(_EAGER, gathered, scales, size).to(dtype).view(-1)
 
 

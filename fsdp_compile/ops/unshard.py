@@ -138,14 +138,10 @@ def _(flat: torch.Tensor, grad: torch.Tensor, spec: str, *_: torch.Tensor | None
     read = parse(spec)
     if read.grad_placement is GradPlacement.REDUCED:
         return torch.empty_like(flat)
-    numel, is_full = gradient_numel(flat.numel(), read), read.grad_placement is GradPlacement.UNREDUCED
-    dtype = read.unrounded_dtype if is_full else read.unreduced_dtype
+    numel, dtype = flat.numel(), read.unreduced_dtype
+    if read.grad_placement is GradPlacement.UNREDUCED:
+        numel, dtype = numel * read.size, read.unrounded_dtype
     return flat.new_empty(numel, dtype=dtype, device=read.compute or flat.device)
-
-
-def gradient_numel(numel: int, spec: UnshardSpec) -> int:
-    """Elements of the accumulator of a gradient, for a flat parameter of `numel`."""
-    return numel * spec.size if spec.grad_placement is GradPlacement.UNREDUCED else numel
 
 
 def _slot(value: torch.Tensor, read: UnshardSpec) -> torch.Tensor:

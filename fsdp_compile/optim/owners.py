@@ -21,8 +21,7 @@ import heapq
 import itertools
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,6 +32,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_compile._torch.tensors import local_tensor, new_dtensor, tree_leaves, tree_map
 from fsdp_compile.fsdp2.shards import is_number, union
+from fsdp_compile.optim.updates import Job, Updates
 
 Cost = Callable[[torch.Size], float]
 """How long the update of a parameter of some shape takes, in any unit."""
@@ -93,50 +93,6 @@ class _OnDevice:
     value: torch.Tensor
 
 
-@dataclasses.dataclass(eq=False)
-class Job:
-    """A parameter that is updated in this step.
-
-    Attributes:
-        number: Of the parameter, the same on all ranks.
-        parameter: It is updated in place.
-        state: Its state, and when the step ends the new one: DTensors, and what is the same on all ranks.
-    """
-
-    number: int
-    parameter: DTensor
-    state: dict[Any, Any]
-
-    def sharded(self) -> list[DTensor]:
-        """What of its state is sharded."""
-        return [leaf for leaf in tree_leaves(self.state) if isinstance(leaf, DTensor)]
-
-    def locals(self) -> list[torch.Tensor]:
-        """What comes back from its owner: this rank's parts of the parameter and of the state."""
-        return [local_tensor(each) for each in (self.parameter, *self.sharded())]
-
-
-class Updates(Protocol):
-    """The updates that a rank makes of parameters that it owns."""
-
-    said: dict[Any, Any]
-    """What it tells the other ranks in the end."""
-
-    def guarded(self) -> AbstractContextManager[None]:
-        """Keeps an error of its block until all have ended: the other ranks wait for this one."""
-        ...
-
-    def update(
-        self, job: Job, values: torch.Tensor, gradient: torch.Tensor, state: dict[Any, Any]
-    ) -> tuple[torch.Tensor, dict[Any, Any]]:
-        """Updates full values by a full gradient and state; returns the new values and state. Raises after an error."""
-        ...
-
-    def hear(self, heard: dict[Any, Any]) -> None:
-        """Takes what all ranks have said; of two values under one key the one of an earlier rank."""
-        ...
-
-
 Shares = list[list[Job]]
 """The jobs of each rank of a row."""
 Full = dict[int, list[torch.Tensor]]
@@ -159,9 +115,8 @@ class Owners:
         self._size, self._rank = mesh.size(across), mesh.get_local_rank(across)
         self._group = mesh.get_group(across)
         self._along = 1 - across if mesh.ndim > 1 else None
-        self._rows, self._row = 1, 0
-        if self._along is not None:
-            self._rows, self._row = mesh.size(self._along), mesh.get_local_rank(self._along)
+        self._rows = 1 if self._along is None else mesh.size(self._along)
+        self._row = 0 if self._along is None else mesh.get_local_rank(self._along)
 
     def _split(self, value: torch.Tensor, parameter: DTensor) -> Split:
         placement = _placements(value.shape, parameter)[self._across]
@@ -199,7 +154,8 @@ class Owners:
         for number, here in enumerate(rounds):
             following = self._fetch(rounds[number + 1]) if number + 1 < len(rounds) else None
             assert coming is not None
-            full = iter(self._join(here[self._rank], coming.finish()))
+            parts = zip(self._splits_of(here[self._rank]), *coming.finish(), strict=True)
+            full = iter([torch.cat(each, split.dim) for split, *each in parts])
             results: Full = {}
             for job in here[self._rank]:
                 values, gradient, old = next(full), next(full), [next(full) for _ in job.sharded()]
@@ -224,22 +180,14 @@ class Owners:
 
     def _fetch(self, shares: Shares) -> _Transfer:
         """Starts to send this rank's parts to their owners."""
-        own = shares[self._rank]
-        sent = [[part for job in share for part in _parts_of(job)] for share in shares]
-        forms = [split.forms(self._size) for job in own for split in self._splits_of(job)]
-        return _Transfer(
-            self._group, self._device, sent, [[each[rank] for each in forms] for rank in range(self._size)]
-        )
+        sent = [[local_tensor(each) for job in share for each in job.sent()] for share in shares]
+        by_tensor = [split.forms(self._size) for split in self._splits_of(shares[self._rank])]
+        by_rank = [[forms[rank] for forms in by_tensor] for rank in range(self._size)]
+        return _Transfer(self._group, self._device, sent, by_rank)
 
-    def _join(self, own: list[Job], parts: list[list[torch.Tensor]]) -> list[torch.Tensor]:
-        """Full tensors of the parts that all ranks have sent."""
-        splits = [split for job in own for split in self._splits_of(job)]
-        return [torch.cat([each[number] for each in parts], split.dim) for number, split in enumerate(splits)]
-
-    def _splits_of(self, job: Job) -> list[Split]:
-        gradient = job.parameter.grad
-        assert gradient is not None
-        return [self._split(each, job.parameter) for each in (job.parameter, gradient, *job.sharded())]
+    def _splits_of(self, jobs: Sequence[Job]) -> list[Split]:
+        """Of all that an owner gets."""
+        return [self._split(each, job.parameter) for job in jobs for each in job.sent()]
 
     def _give_back(self, shares: Shares, full: Full, *, begin: int = 0) -> _Transfer:
         """Starts to return full tensors from their owners, each rank's parts to it; from number `begin` of a job on."""
@@ -336,11 +284,6 @@ def _splits(outline: Any) -> list[Split]:
     return [leaf for leaf in tree_leaves(outline) if isinstance(leaf, Split)]
 
 
-def _parts_of(job: Job) -> list[torch.Tensor]:
-    parameter, *state = job.locals()
-    return [parameter, local_tensor(job.parameter.grad), *state]  # type: ignore[arg-type]
-
-
 def _rounds(row: Shares) -> list[Shares]:
     """The jobs of each rank of a row, in rounds."""
     found: list[Shares] = []
@@ -362,6 +305,7 @@ class _Transfer:
 
     Args:
         group: The ranks.
+        device: Of the tensors.
         sent: This rank's, for each.
         forms: Of those that it gets, from each.
         targets: Where they are copied to.

@@ -73,11 +73,7 @@ def _refuse(optimizer: optim.Optimizer, parameter: nn.Parameter) -> None:
 
 
 class InBackward:
-    """The updater of one optimizer's parameters.
-
-    Attributes:
-        optimizer: The optimizer.
-    """
+    """The updater of one optimizer's parameters."""
 
     def __init__(self, optimizer: optim.Optimizer) -> None:
         self.optimizer = optimizer

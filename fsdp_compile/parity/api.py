@@ -11,6 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_compile.errors import ConfigError, ParityError
 from fsdp_compile.options import FSDPOptions
+from fsdp_compile.parity.compare import ParityReport, describe
 from fsdp_compile.parity.experiment import (
     Accumulation,
     Experiment,
@@ -22,7 +23,6 @@ from fsdp_compile.parity.experiment import (
     mean_loss,
 )
 from fsdp_compile.parity.processes import run_on_ranks
-from fsdp_compile.parity.report import ParityReport, describe
 from fsdp_compile.parity.train import first_stop_that_differs, train_both
 from fsdp_compile.pipeline import CAPTURE, passes
 
@@ -121,7 +121,14 @@ def check_parity(  # noqa: PLR0913  one call says everything about a comparison
     if report.equal:
         return report
     if bisect:
-        report = dataclasses.replace(report, introduced_by=_culprit(experiment))
+        # The first pass that, run with those before it and none after it, makes a difference.
+        names = [one.name for one in passes(FSDPOptions.from_dict(experiment.options))]
+        stopped = {
+            name: dataclasses.replace(experiment, options={**experiment.options, "stop_after": name})
+            for name in [CAPTURE, *names[:-1]]
+        }
+        culprit = _on_ranks(first_stop_that_differs, stopped, experiment) or names[-1]
+        report = dataclasses.replace(report, introduced_by=culprit)
     assert report.first is not None
     where = None if report.introduced_by is None else f"introduced by {report.introduced_by}"
     error = ParityError(describe(report.first), where=where)
@@ -143,16 +150,6 @@ def measure(experiment: Experiment) -> ParityReport:
 def _on_ranks(fn: Callable[[Any], Any], argument: Any, of: Experiment) -> Any:
     """Calls `fn(argument)` on the ranks of an experiment."""
     return run_on_ranks(fn, argument, of.world_size, device_type=of.device_type, timeout_s=of.timeout_s)
-
-
-def _culprit(experiment: Experiment) -> str:
-    """The first pass that, run with those before it and none after it, makes a difference."""
-    names = [one.name for one in passes(FSDPOptions.from_dict(experiment.options))]
-    stopped = {
-        name: dataclasses.replace(experiment, options={**experiment.options, "stop_after": name})
-        for name in [CAPTURE, *names[:-1]]
-    }
-    return _on_ranks(first_stop_that_differs, stopped, experiment) or names[-1]
 
 
 def _member(kind: Any, value: Any, name: str) -> Any:

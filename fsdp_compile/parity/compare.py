@@ -1,4 +1,4 @@
-"""Compares tensors, in absolute and relative numbers and in units of the last place, with bounds for the difference.
+"""Compares tensors, in absolute and relative numbers and in units of the last place, with bounds; reports differences.
 
 Two right computations round differently because they add in different orders and fuse different operators. With unit
 roundoff `u` (half the distance from 1 to the next number), a value on a path of m roundings whose errors are
@@ -19,13 +19,22 @@ that size is allowed, without the depth. `docs/parity.md` says what this assumes
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+from collections.abc import Iterator
 from enum import StrEnum
+from typing import Any
 
 import torch
+from rich.console import RenderableType
+
+from fsdp_compile.explain.tables import Table, as_text
 
 _ONCE_IN = 1e6
 """One in so many runs may exceed the bound by chance alone."""
+_SHOWN = 12
+_WIDTH = 100
+_DISTANCES = ("absolute ", "relative ", "last places ")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,12 +145,20 @@ def compare(
             different=max(1, known.numel()) if far else 0, relative=far, ulps=far,
         )  # fmt: skip
     different = int((_bits(ours) != _bits(theirs)).sum())
-    absolute = _largest_difference(_numbers(ours), _numbers(theirs)) if different else 0.0
-    scale = magnitude(theirs)
+    absolute = 0.0
+    if different:
+        mine, other = _numbers(ours), _numbers(theirs)
+        same = (mine == other) | (mine.isnan() & other.isnan())
+        distance = torch.where(same, 0.0, (mine - other).abs())
+        absolute = float(distance.nan_to_num(nan=math.inf, posinf=math.inf).max())
+    scale, last_place = magnitude(theirs), 1.0
+    if theirs.is_floating_point() or theirs.is_complex():
+        info = torch.finfo(theirs.dtype)
+        last_place = info.eps * 2.0 ** math.floor(math.log2(max(scale, info.tiny)))
     return Difference(
         quantity=quantity, name=name, step=step, dtype=theirs.dtype, numel=_real(theirs).numel(), absolute=absolute,
         different=different, relative=absolute / scale if scale else math.inf if absolute else 0.0,
-        ulps=absolute / last_place(scale, theirs.dtype),
+        ulps=absolute / last_place,
     )  # fmt: skip
 
 
@@ -150,21 +167,6 @@ def magnitude(tensor: torch.Tensor | None) -> float:
     if tensor is None or not tensor.numel():
         return 0.0
     return float(_numbers(tensor).abs().nan_to_num(nan=0.0, posinf=0.0).max())
-
-
-def last_place(value: float, dtype: torch.dtype) -> float:
-    """The distance from `value` to the next larger number of `dtype`; 1 for integers."""
-    if not (dtype.is_floating_point or dtype.is_complex):
-        return 1.0
-    info = torch.finfo(dtype)
-    exponent = math.floor(math.log2(max(abs(value), info.tiny)))
-    return info.eps * 2.0**exponent
-
-
-def _largest_difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    same = (ours == theirs) | (ours.isnan() & theirs.isnan())
-    distance = torch.where(same, 0.0, (ours - theirs).abs())
-    return float(distance.nan_to_num(nan=math.inf, posinf=math.inf).max())
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
@@ -183,3 +185,124 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.contiguous().view(widths[tensor.dtype.itemsize])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParityReport:
+    """Every difference of a comparison.
+
+    Attributes:
+        title: What was compared, in one line.
+        steps: How many steps both sides made.
+        differences: One per tensor and step, in the order in which steps make them.
+        introduced_by: With `bisect=True`, the pass after which the two differ for the first time; "capture" if they
+            differ before any pass. `None` where they are equal, or without `bisect`.
+    """
+
+    title: str
+    level: str
+    steps: int
+    differences: tuple[Difference, ...]
+    introduced_by: str | None = None
+
+    @property
+    def equal(self) -> bool:
+        """Whether nothing exceeds the level."""
+        return self.first is None
+
+    @property
+    def first(self) -> Difference | None:
+        """The first difference that the level does not allow: losses, then gradients in order of their size, ..."""
+        exceeding = [d for d in self.differences if d.exceeds]
+        if not exceeding:
+            return None
+        start = [d for d in exceeding if d.step == exceeding[0].step]
+        # A loss differs because of an earlier step's parameters; within a step the largest gradient names the place.
+        kinds = list(Quantity)
+        kind = min((d.quantity for d in start), key=kinds.index)
+        return max((d for d in start if d.quantity is kind), key=lambda d: (d.relative, d.absolute))
+
+    def worst(self) -> list[Difference]:
+        """The worst step of each tensor: what is not allowed first, then by distance in units of the last place."""
+        found: dict[tuple[Quantity, str], Difference] = {}
+        for d in self.differences:
+            key = (d.quantity, d.name)
+            if key not in found or _rank(d) > _rank(found[key]):
+                found[key] = d
+        return sorted(found.values(), key=_rank, reverse=True)
+
+    def to_json(self) -> str:
+        """Everything; infinities are `null`."""
+        first = self.first
+        content = {
+            "title": self.title,
+            "level": self.level,
+            "steps": self.steps,
+            "equal": self.equal,
+            "first": None if first is None else _as_dict(first),
+            "introduced_by": self.introduced_by,
+            "differences": [_as_dict(d) for d in self.differences],
+        }
+        return json.dumps(content, indent=2)
+
+    def parts(self) -> Iterator[RenderableType]:
+        """What is shown, in order: two tables, and one sentence."""
+        yield f"{self.title}\n"
+        yield self._kinds().text()
+        if any(d.different for d in self.differences):
+            yield self._worst().text()
+        first = self.first
+        if first is None:
+            how = "equal in every bit" if self.level == "bitwise" else "equal within the bounds"
+            yield f"{how}: {len(self.differences)} tensors over {self.steps} steps"
+        else:
+            yield f"differ: {describe(first)}"
+        if self.introduced_by is not None:
+            yield f"introduced by: {self.introduced_by}"
+
+    def __str__(self) -> str:
+        return as_text(self.parts(), width=_WIDTH)
+
+    def _kinds(self) -> Table:
+        rows = []
+        for quantity in Quantity:
+            found = [d for d in self.differences if d.quantity is quantity]
+            if found:
+                worst = max(found, key=_rank)
+                at = f"{worst.name}, step {worst.step}" if worst.different else ""
+                differ = sum(d.different > 0 for d in found)
+                rows.append((quantity.value, str(len(found)), str(differ), *_distances(worst), at))
+        return Table("Largest differences", ("", "tensors ", "differ ", *_DISTANCES, "at"), rows)
+
+    def _worst(self) -> Table:
+        rows = []
+        for d in [d for d in self.worst() if d.different][:_SHOWN]:
+            allowed = "not judged" if math.isinf(d.bound) else f"{d.bound:.1e}"
+            rows.append((d.quantity.value, d.name, str(d.step), f"{d.different}/{d.numel}", *_distances(d), allowed))
+        title = "By tensor, each at its worst step, worst first"
+        return Table(title, ("", "name", "step ", "differ ", *_DISTANCES, "allowed "), rows)
+
+
+def describe(difference: Difference) -> str:
+    """One difference in words."""
+    d = difference
+    return (
+        f"{d.quantity.value} of {d.name} at step {d.step}: {d.different} of {d.numel} elements, "
+        f"by at most {d.absolute:.3g} ({d.ulps:.3g} units in the last place of {str(d.dtype).removeprefix('torch.')}; "
+        f"{d.bound:.3g} is allowed)"
+    )
+
+
+def _rank(d: Difference) -> tuple[bool, float, float, int]:
+    return d.exceeds, d.ulps, d.absolute, d.different
+
+
+def _distances(d: Difference) -> tuple[str, str, str]:
+    if not d.different:
+        return "0", "0", "0"
+    return f"{d.absolute:.2e}", f"{d.relative:.2e}", f"{d.ulps:.3g}"
+
+
+def _as_dict(d: Difference) -> dict[str, Any]:
+    values = dataclasses.asdict(d) | {"dtype": str(d.dtype).removeprefix("torch."), "exceeds": d.exceeds}
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}

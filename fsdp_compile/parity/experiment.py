@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._pytree import tree_map_only
 
+from fsdp_compile.config.choices import Accumulation, Level, Reference, check_counts
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.parity.kinds import Accumulation, Level, Reference, check_counts
 
 LossFn = Callable[[nn.Module, Any], torch.Tensor]
 OptimizerFn = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]

@@ -81,21 +81,20 @@ class Side:
 
     def state(self) -> Tensors:
         """Full parameters, optimizer state (not that of FSDP1, which is in pieces) and buffers; a collective."""
-        buffers: Tensors = {(Quantity.BUFFER, _plain(n)): _full(b).clone() for n, b in self.given.named_buffers()}
-        return {**self._parameters_and_state(), **buffers}
-
-    def _parameters_and_state(self) -> Tensors:
+        found: Tensors = {}
         if isinstance(self.model, FullyShardedDataParallel):
             with FullyShardedDataParallel.summon_full_params(self.model, writeback=False):
-                return {(Quantity.PARAMETER, _plain(n)): p.detach().clone() for n, p in self.model.named_parameters()}
-        found: Tensors = {(Quantity.PARAMETER, n): _full(p.detach()) for n, p in self.named.items()}
-        for name, parameter in self.named.items():
-            for key, value in sorted(self.optimizer.state.get(parameter, {}).items()):
-                if isinstance(value, torch.Tensor):
-                    found[Quantity.STATE, f"{name}.{key}"] = _full(value)
-                elif isinstance(value, int | float):
-                    found[Quantity.STATE, f"{name}.{key}"] = torch.tensor(value, dtype=torch.float64)
-        return found
+                named = self.model.named_parameters()
+                found = {(Quantity.PARAMETER, _plain(n)): p.detach().clone() for n, p in named}
+        else:
+            found = {(Quantity.PARAMETER, n): _full(p.detach()) for n, p in self.named.items()}
+            for name, parameter in self.named.items():
+                for key, value in sorted(self.optimizer.state.get(parameter, {}).items()):
+                    if isinstance(value, torch.Tensor):
+                        found[Quantity.STATE, f"{name}.{key}"] = _full(value)
+                    elif isinstance(value, int | float):
+                        found[Quantity.STATE, f"{name}.{key}"] = torch.tensor(value, dtype=torch.float64)
+        return found | {(Quantity.BUFFER, _plain(n)): _full(b).clone() for n, b in self.given.named_buffers()}
 
 
 def compiled_side(experiment: Experiment) -> Side:

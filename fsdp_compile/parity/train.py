@@ -20,19 +20,16 @@ from fsdp_compile.parity.sides import Side, Tensors, compiled_side, reference_si
 LOSS = (Quantity.LOSS, "loss")
 
 
-@dataclasses.dataclass
 class _Judge:
-    """Compares tensors of rank 0 and gives each difference its bound.
+    """Compares tensors of rank 0 and gives each difference its bound."""
 
-    Attributes:
-        extent: Of the run; `None` where every bit has to agree.
-        linear: Whether the optimizer's steps are linear in the gradients.
-        moved: Largest change of each parameter so far, weighted by the relative bound of each step.
-    """
-
-    extent: Extent | None
-    linear: bool
-    moved: dict[str, float] = dataclasses.field(default_factory=dict)
+    def __init__(self, experiment: Experiment, compiled: Side, reference: Side, batch: Any, depth: int) -> None:
+        # Without an extent every bit has to agree.
+        is_bitwise = experiment.level is Level.BITWISE
+        self.extent = None if is_bitwise else _extent(experiment, compiled, reference, batch, depth)
+        self.linear = isinstance(reference.optimizer, torch.optim.SGD)
+        self.moved: dict[str, float] = {}
+        """Largest change of each parameter so far, weighted by the relative bound of each step."""
 
     def gradients(self, step: int, ours: Tensors, theirs: Tensors) -> Iterator[Difference]:
         """Losses and gradients of a step."""
@@ -106,7 +103,7 @@ def train_both(experiment: Experiment) -> list[Difference]:
         before = {key: None if v is None else v.clone() for key, v in theirs.state().items()}
         their_state = _step(theirs)
         if dist.get_rank() == 0:
-            judge = judge or _judge(experiment, ours, theirs, batch, depth)
+            judge = judge or _Judge(experiment, ours, theirs, batch, depth)
             found.extend(
                 judge.gradients(step, {LOSS: our_losses, **our_gradients}, {LOSS: their_losses, **their_gradients})
             )
@@ -158,10 +155,8 @@ def _backward(experiment: Experiment, side: Side, batch: Any, step: int) -> tupl
     return torch.stack(losses), depth
 
 
-def _judge(experiment: Experiment, compiled: Side, reference: Side, batch: Any, depth: int) -> _Judge:
-    linear = isinstance(reference.optimizer, torch.optim.SGD)
-    if experiment.level is Level.BITWISE:
-        return _Judge(None, linear)
+def _extent(experiment: Experiment, compiled: Side, reference: Side, batch: Any, depth: int) -> Extent:
+    """What the bounds of a run depend on, from its models and its first batch."""
     given = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
     tensors = [*reference.named.values(), *given]
     longest = max((max(p.shape, default=1) for p in reference.named.values()), default=1)
@@ -172,13 +167,12 @@ def _judge(experiment: Experiment, compiled: Side, reference: Side, batch: Any, 
     dtypes = [*(dtype for dtype in narrow if dtype is not None), *numbers]
     # A product of complex numbers adds up two products of numbers for each of its parts.
     terms = 2 if any(t.is_complex() for t in tensors) else 1
-    extent = Extent(
+    return Extent(
         depth=max(1, depth),
         length=terms * max([longest, *(t.numel() for t in given)]),
         elements=terms * 4 * experiment.steps * sum(p.numel() for p in reference.named.values()),
         dtype=max(dtypes or [torch.float32], key=lambda dtype: torch.finfo(dtype).eps),
     )
-    return _Judge(extent, linear)
 
 
 def _all_losses(losses: torch.Tensor) -> torch.Tensor:

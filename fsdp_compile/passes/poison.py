@@ -16,8 +16,7 @@ from torch import fx
 
 from fsdp_compile.ir.graph import Role, StepGraph, require, role_of
 from fsdp_compile.ir.queries import aliases, last_of, waits_behind
-from fsdp_compile.ops.effects import RESHARD
-from fsdp_compile.ops.poison import CHECK_MESSAGE, POISON
+from fsdp_compile.ops.effects import CHECK_MESSAGE, POISON, RESHARD
 
 _CHECKED = {
     Role.GATHER_WAIT: "what {} gathers",

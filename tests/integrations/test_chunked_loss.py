@@ -25,10 +25,14 @@ VOCABULARY, WIDTH, CHUNKS = 12, 8, 3
 
 
 class Chunked(enum.Enum):
-    """Where the chunks are made."""
+    """Where the chunks are made, each of which recomputes its logits in backward but outside."""
 
-    IN_THE_FORWARD = "in the forward"
-    """The model projects chunk by chunk with its head's weight, and recomputes the logits in backward, as TRL does."""
+    BY_ARGUMENT = "by argument"
+    """In the forward, which gives each chunk its head's weight, as TRL does."""
+    BY_WEIGHT = "by weight"
+    """In the forward; each chunk reads the weight."""
+    BY_MODULE = "by module"
+    """In the forward; each chunk calls the head."""
     OUTSIDE = "outside"
     """The model returns hidden states; the head is called and differentiated chunk by chunk, as torchtitan does."""
 
@@ -47,31 +51,32 @@ class _Model(nn.Module):
         hidden = torch.tanh(self.body(self.embedding(rows)))
         if self.where is Chunked.OUTSIDE:
             return hidden
-        losses = [
-            checkpoint(_loss, part, self.head.weight, wanted, use_reentrant=False)
-            for part, wanted in zip(hidden.chunk(CHUNKS, 1), labels.chunk(CHUNKS, 1), strict=True)
-        ]
-        return torch.stack(losses).sum()
+        weight = self.head.weight if self.where is Chunked.BY_ARGUMENT else None
+        parts = zip(hidden.chunk(CHUNKS, 1), labels.chunk(CHUNKS, 1), strict=True)
+        return torch.stack([checkpoint(self.loss, *part, weight, use_reentrant=False) for part in parts]).sum()
 
-
-def _loss(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return cross_entropy(linear(hidden, weight).flatten(0, 1), labels.flatten(), reduction="sum") / 36
+    def loss(self, hidden: torch.Tensor, labels: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
+        """Of a chunk."""
+        if self.where is Chunked.BY_WEIGHT:
+            weight = self.head.weight
+        logits = self.head(hidden) if weight is None else linear(hidden, weight)
+        return cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / 36
 
 
 def _step(model: Any, called: Any, rows: torch.Tensor, scale: int) -> torch.Tensor:
     """Forward and backward; `rows` are one part in `scale` of the batch."""
     labels = rows.roll(-1, 1)
     result: torch.Tensor = called(rows, labels)
-    if model.where is Chunked.IN_THE_FORWARD:
+    if model.where is not Chunked.OUTSIDE:
         (result * scale).backward()
         return result.detach()
     parts = [part.detach().requires_grad_() for part in result.chunk(CHUNKS, 1)]
-    if isinstance(model.head, FSDPModule):
+    if isinstance(model.head, FSDPModule):  # gathered once for all chunks
         model.head.set_reshard_after_forward(False)
         model.head.set_reshard_after_backward(False)
     total = torch.zeros(())
     for part, wanted in zip(parts, labels.chunk(CHUNKS, 1), strict=True):
-        loss = cross_entropy(model.head(part).flatten(0, 1), wanted.flatten(), reduction="sum") / 36
+        loss = model.loss(part, wanted)
         (loss * scale).backward()
         total += loss.detach()
     if isinstance(model.head, FSDPModule):
@@ -86,13 +91,13 @@ def _step(model: Any, called: Any, rows: torch.Tensor, scale: int) -> torch.Tens
 @long.parametrize(
     ("where", "tied", "compiled"),
     [
-        (Chunked.IN_THE_FORWARD, False, True),
-        (Chunked.IN_THE_FORWARD, True, True),
-        (Chunked.IN_THE_FORWARD, True, False),
+        (Chunked.BY_ARGUMENT, False, True),
+        (Chunked.BY_ARGUMENT, True, True),
+        (Chunked.BY_ARGUMENT, True, False),
         (Chunked.OUTSIDE, False, True),
         (Chunked.OUTSIDE, False, False),
     ],
-    always=[(Chunked.IN_THE_FORWARD, True, True), (Chunked.OUTSIDE, False, True)],
+    always=[(Chunked.BY_ARGUMENT, True, True), (Chunked.OUTSIDE, False, True)],
 )
 @on_ranks()
 def test_chunks_equal_one_process(where: Chunked, *, tied: bool, compiled: bool) -> None:
@@ -118,35 +123,16 @@ def test_chunks_equal_one_process(where: Chunked, *, tied: bool, compiled: bool)
             optimizer.zero_grad()
 
 
-class _ByModule(_Model):
-    """Calls its head instead of reading the head's weight."""
-
-    def forward(self, rows: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        hidden = torch.tanh(self.body(self.embedding(rows)))
-        parts = zip(hidden.chunk(4, 1), labels.chunk(4, 1), strict=True)
-        return torch.stack([checkpoint(self._chunk, *part, use_reentrant=False) for part in parts]).sum()
-
-    def _chunk(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten(), reduction="sum")
-
-
-class _ByWeight(_ByModule):
-    """Reads the weight."""
-
-    def _chunk(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return _loss(hidden, self.head.weight, labels)
-
-
 @pytest.mark.parametrize("prefetch", ["auto", 1])
-@pytest.mark.parametrize("made", [_ByModule, _ByWeight])
-def test_the_head_is_gathered_once_per_pass_and_not_once_per_chunk(made: type[_Model], prefetch: Any) -> None:
+@pytest.mark.parametrize("where", [Chunked.BY_MODULE, Chunked.BY_WEIGHT])
+def test_the_head_is_gathered_once_per_pass_and_not_once_per_chunk(where: Chunked, prefetch: Any) -> None:
     with torch.device("meta"):
-        model, rows = made(Chunked.IN_THE_FORWARD, tied=False), torch.zeros(4, 8, dtype=torch.long)
+        model, rows = _Model(where, tied=False), torch.zeros(4, 9, dtype=torch.long)
     options = {"lower": "eager", "bucket_mb": 0, "prefetch": prefetch, "reshard_after_forward": True}
     plan = explain(model, rows, rows, world_size=4, options=options)
     for graph in plan.graphs:
         read = [name for c in graph.collectives if c.kind is Kind.GATHER for name in c.parameters]
-        assert read.count("head.weight") == 1, f"4 chunks, each checkpointed, in {graph.phase.value}"
+        assert read.count("head.weight") == 1, f"{CHUNKS} chunks, each checkpointed, in {graph.phase.value}"
         made_once = [name for c in graph.collectives if c.kind is Kind.REDUCE for name in c.parameters]
         assert made_once.count("head.weight") == (graph.phase is Phase.BACKWARD), "and so is its gradient reduced"
 

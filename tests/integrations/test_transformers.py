@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import os
 import pickle
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +23,7 @@ from fsdp_compile import full_params, fully_shard
 from fsdp_compile.errors import CheckpointError, ConfigError
 from tests.fake_world import fake_world
 from tests.ranks import on_ranks, run_ranks
-from tests.two_sides import close, compile_eagerly
+from tests.two_sides import Run, WithOneProcess, compile_in_place
 
 transformers = pytest.importorskip("transformers")
 
@@ -38,16 +38,24 @@ _FITTING: dict[str, Any] = {
 }
 
 
-def _callback_and_model() -> tuple[Any, Any]:
+def _llama(vocabulary: int = 8) -> Any:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=vocabulary, **sizes))
+
+
+def _callback(model: Any, **options: Any) -> Any:
     from fsdp_compile.integrations.transformers import FSDPCallback
 
-    config = transformers.LlamaConfig(
-        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
-    )
-    model = transformers.LlamaForCausalLM(config)
-    return FSDPCallback(model), model
+    return FSDPCallback(model, options=options)
 
 
+@pytest.fixture
+def world() -> Iterator[None]:
+    with fake_world(2):
+        yield
+
+
+@pytest.mark.usefixtures("world")
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -60,32 +68,27 @@ def _callback_and_model() -> tuple[Any, Any]:
     ],
 )
 def test_arguments_by_which_the_trainer_would_do_it_in_its_own_way_are_refused(name: str, value: Any) -> None:
-    with fake_world(2):
-        callback, model = _callback_and_model()
-        callback.on_init_end(SimpleNamespace(**_FITTING), model=model)
-        with pytest.raises(ConfigError, match=rf"{name}={'.*'} does not go with FSDPCallback"):
-            callback.on_init_end(SimpleNamespace(**(_FITTING | {name: value})), model=model)
+    model = _llama()
+    callback = _callback(model)
+    callback.on_init_end(SimpleNamespace(**_FITTING), model=model)
+    with pytest.raises(ConfigError, match=rf"{name}={'.*'} does not go with FSDPCallback"):
+        callback.on_init_end(SimpleNamespace(**(_FITTING | {name: value})), model=model)
 
 
+@pytest.mark.usefixtures("world")
 def test_another_model_and_another_kind_of_model_are_refused() -> None:
-    from fsdp_compile.integrations.transformers import FSDPCallback
-
-    with fake_world(2):
-        callback, _ = _callback_and_model()
-        with pytest.raises(ConfigError, match="another model than the callback"):
-            callback.on_init_end(SimpleNamespace(**_FITTING), model=nn.Linear(2, 2))
-        with pytest.raises(ConfigError, match="Linear is not a transformers model"):
-            FSDPCallback(nn.Linear(2, 2))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="another model than the callback"):
+        _callback(_llama()).on_init_end(SimpleNamespace(**_FITTING), model=nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match="Linear is not a transformers model"):
+        _callback(nn.Linear(2, 2))
 
 
+@pytest.mark.usefixtures("world")
 def test_options_reach_the_backend() -> None:
-    from fsdp_compile.integrations.transformers import FSDPCallback
-
-    with fake_world(2):
-        _, model = _callback_and_model()
-        FSDPCallback(model, options={"lower": "nothing"})
-        with pytest.raises(BackendCompilerFailed, match="option 'lower' cannot be 'nothing'"):
-            model(input_ids=torch.zeros(1, 4, dtype=torch.int64))
+    model = _llama()
+    _callback(model, lower="nothing")
+    with pytest.raises(BackendCompilerFailed, match="option 'lower' cannot be 'nothing'"):
+        model(input_ids=torch.zeros(1, 4, dtype=torch.int64))
 
 
 class _Draws(transformers.TrainerCallback):  # type: ignore[name-defined]
@@ -104,16 +107,13 @@ _Drawn = dict[int, tuple[float, ...]]
 
 def _train(folder: str, steps: int, resume_from: str | None = None, rows: int = 64) -> _Drawn:
     """Trains with a batch of 8 on each rank; what was drawn at each step."""
-    from fsdp_compile.integrations.transformers import FSDPCallback
-
-    size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=8, **size))
+    model = _llama()
     arguments = transformers.TrainingArguments(
         output_dir=folder, max_steps=steps, save_steps=1, save_only_model=True, report_to=[], use_cpu=True
     )
     data = [{"input_ids": row, "labels": row} for row in torch.randint(0, 8, (rows, 4))]
     draws = _Draws()
-    callbacks = [FSDPCallback(model, options={"lower": "eager"}), draws]
+    callbacks = [_callback(model, lower="eager"), draws]
     transformers.Trainer(model=model, args=arguments, train_dataset=data, callbacks=callbacks).train(resume_from)
     return draws.drawn
 
@@ -176,77 +176,64 @@ def test_a_resumed_run_draws_what_the_run_would_have_drawn(tmp_path: Path) -> No
         assert between == {step: whole[step] for step in (2, 3)}
 
 
-def _train_of_transformers_models(model: Any, called: Any, reference: Any, *, steps: int) -> None:
-    """Both on the same rows, of which each rank has a part."""
-    world, rank = dist.get_world_size(), dist.get_rank()
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2, eps=1e-3) for each in (model, reference)]
-    for number in range(steps):
-        rows = torch.randint(1, 32, (4, 8), generator=torch.Generator().manual_seed(number))
-        own = rows.chunk(world)[rank]
-        loss = called(input_ids=own, labels=own).loss
-        loss.backward()
-        expected = reference(input_ids=rows, labels=rows).loss
-        expected.backward()
-        mean = loss.detach().clone()
-        dist.all_reduce(mean)
-        torch.testing.assert_close(mean / world, expected.detach(), rtol=2e-5, atol=2e-5)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        close(norm.full_tensor(), torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0), "norm")  # type: ignore[attr-defined]
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+def _loss(call: Any, rows: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = call(input_ids=rows, labels=rows).loss
+    return loss
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("wrapped_by", ["policy", "calls"])
-@on_ranks()
-def test_t5_equals_one_process(wrapped_by: str) -> None:
+def _tokens(step: int) -> torch.Tensor:
+    return torch.randint(1, 32, (4, 8), generator=torch.Generator().manual_seed(step))
+
+
+_TRAINED: dict[str, Any] = {
+    "loss": _loss,
+    "batch": _tokens,
+    "twice": False,
+    "optimizer": functools.partial(torch.optim.AdamW, lr=1e-2, eps=1e-3),
+}
+
+
+def _t5() -> Any:
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(vocab_size=32, dropout_rate=0.0, decoder_start_token_id=0, **sizes)
+    )
+
+
+def _shard_t5(model: nn.Module, *, by_policy: bool) -> None:
     """As pytorch/examples trains it with FSDP1: a policy over `T5Block`; or FSDP2's calls, bottom-up."""
     from transformers.models.t5.modeling_t5 import T5Block
 
-    torch.manual_seed(0)
-    config = transformers.T5Config(
-        vocab_size=32,
-        d_model=16,
-        d_kv=8,
-        d_ff=32,
-        num_layers=2,
-        num_heads=2,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-    )
-    model = transformers.T5ForConditionalGeneration(config)
-    reference = copy.deepcopy(model)
-    if wrapped_by == "policy":
+    if by_policy:
         policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={T5Block})
         fully_shard(model, auto_wrap_policy=policy)
-    else:
-        for module in model.modules():
-            if isinstance(module, T5Block):
-                fully_shard(module)
-        fully_shard(model)
-    _train_of_transformers_models(model, compile_eagerly(model), reference, steps=2)
+        return
+    for module in model.modules():
+        if isinstance(module, T5Block):
+            fully_shard(module)
+    fully_shard(model)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("by_policy", [True, False])
+@on_ranks()
+def test_t5_equals_one_process(*, by_policy: bool) -> None:
+    WithOneProcess(_t5, shard=functools.partial(_shard_t5, by_policy=by_policy), **_TRAINED).train()
 
 
 @pytest.mark.long
 @on_ranks()
 def test_generation_during_training_equals_one_process() -> None:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
-    )
-    model = transformers.LlamaForCausalLM(config)
-    reference = copy.deepcopy(model)
-    fully_shard(model)
-    model.compile(backend="fsdp", options={"lower": "eager"})
+    sides = WithOneProcess(functools.partial(_llama, 32), Run.EAGER, **_TRAINED)
+    model = compile_in_place(sides.model)
     asked: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    prompt = torch.arange(1, 5)[None]
     for _ in range(2):
-        _train_of_transformers_models(model, model, reference, steps=1)
-        prompt = torch.arange(1, 5)[None]
+        sides.train(steps=1)
+        expected = sides.reference.generate(prompt, **asked)
         with full_params(model, writeback=False), torch.compiler.set_stance("force_eager"):
-            found = model.generate(prompt, **asked)
-        assert torch.equal(found, reference.generate(prompt, **asked))
+            assert torch.equal(model.generate(prompt, **asked), expected)
         model.unshard()
         with torch.compiler.set_stance("force_eager"):
-            assert torch.equal(model.generate(prompt, **asked), found)
+            assert torch.equal(model.generate(prompt, **asked), expected)
         model.reshard()  # the next optimizer is to have the sharded parameters

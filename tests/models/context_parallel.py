@@ -20,7 +20,7 @@ from torch.distributed.tensor.experimental._context_parallel import _attention
 from torch.distributed.tensor.experimental._context_parallel._load_balancer import _HeadTailLoadBalancer
 from torch.distributed.tensor.parallel import parallelize_module
 
-from tests.models.tensor_parallel import HEADS, VOCABULARY, WIDTH, Attention, Llama
+from tests.models.tensor_parallel import VOCABULARY, WIDTH, Attention, Llama, heads
 
 torchs: Any = _attention
 LENGTH = 16
@@ -46,8 +46,7 @@ class _Attention(Attention):
         self.inner = _Inner()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (p(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for p in (self.q, self.k, self.v))
-        return self.o(self.inner(q, k, v).transpose(1, 2).flatten(2))
+        return self.o(self.inner(*(heads(p(x)) for p in (self.q, self.k, self.v))).transpose(1, 2).flatten(2))
 
 
 class PositionedLlama(Llama):

@@ -9,7 +9,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-VOCABULARY, WIDTH, HIDDEN, EXPERTS, CHOSEN = 24, 16, 16, 4, 2
+from tests.models.tensor_parallel import WIDTH, Block, Decoder, FeedForward, attended, heads
+
+HIDDEN, EXPERTS, CHOSEN = 16, 4, 2
 
 
 def grouped_mm(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -48,7 +50,7 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
         self.experts = GroupedExperts()
-        self.shared = FeedForward() if is_shared else None
+        self.shared = FeedForward(HIDDEN) if is_shared else None
         if bias:  # balances loads without a gradient, as DeepSeek-V3's
             self.register_buffer("bias", torch.linspace(-0.1, 0.1, EXPERTS))
         self.has_bias = bias
@@ -74,20 +76,8 @@ class MixtureOfExperts(nn.Module):
         return out.view_as(x)
 
 
-class FeedForward(nn.Module):
-    """Gated."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.up = nn.Linear(WIDTH, HIDDEN, bias=False), nn.Linear(WIDTH, HIDDEN, bias=False)
-        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
-
-
-class Attention(nn.Module):
-    """Grouped queries: two heads of keys and values for four of queries."""
+class GroupedAttention(nn.Module):
+    """Two heads of keys and values for four of queries."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,11 +85,8 @@ class Attention(nn.Module):
         self.o = nn.Linear(WIDTH, WIDTH, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q = self.q(x).unflatten(-1, (4, -1)).transpose(1, 2)
-        k, v = self.kv(x).unflatten(-1, (4, -1)).transpose(1, 2).chunk(2, dim=1)
-        k, v = (t.repeat_interleave(2, dim=1) for t in (k, v))
-        out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.o(out.transpose(1, 2).flatten(2))
+        k, v = (part.repeat_interleave(2, dim=1) for part in heads(self.kv(x)).chunk(2, dim=1))
+        return self.o(attended(heads(self.q(x)), k, v))
 
 
 class LatentAttention(nn.Module):
@@ -114,50 +101,17 @@ class LatentAttention(nn.Module):
         self.o = nn.Linear(WIDTH, WIDTH, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q = self.q_up(self.q_norm(self.q_down(x))).unflatten(-1, (4, -1)).transpose(1, 2)
-        latent = self.kv_up(self.kv_norm(self.kv_down(x)))
-        k, v = latent.unflatten(-1, (4, -1)).transpose(1, 2).chunk(2, dim=-1)
-        out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.o(out.transpose(1, 2).flatten(2))
-
-
-class Block(nn.Module):
-    """Attention and experts, each behind a norm."""
-
-    def __init__(self, attention: nn.Module, experts: nn.Module) -> None:
-        super().__init__()
-        self.attention, self.feed_forward = attention, experts
-        self.first, self.second = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.first(x))
-        return x + self.feed_forward(self.second(x))
-
-
-class Decoder(nn.Module):
-    """Token numbers to the loss of predicting them."""
-
-    def __init__(self, layers: list[Block]) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(layers)
-        self.norm = nn.RMSNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        logits = self.head(self.norm(x))
-        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+        q, latent = self.q_norm(self.q_down(x)), self.kv_norm(self.kv_down(x))
+        k, v = heads(self.kv_up(latent)).chunk(2, dim=1)
+        return self.o(attended(heads(self.q_up(q)), k, v))
 
 
 def mixtral() -> Decoder:
     """Every layer has routed experts."""
-    return Decoder([Block(Attention(), MixtureOfExperts(is_shared=False, bias=False)) for _ in range(2)])
+    return Decoder(Block(GroupedAttention(), MixtureOfExperts(is_shared=False, bias=False)) for _ in range(2))
 
 
 def deepseek() -> Decoder:
     """The first layer is dense, the second has a shared expert and routed ones; attention is latent."""
     experts = MixtureOfExperts(is_shared=True, bias=True)
-    return Decoder([Block(LatentAttention(), FeedForward()), Block(LatentAttention(), experts)])
+    return Decoder([Block(LatentAttention(), FeedForward(HIDDEN)), Block(LatentAttention(), experts)])

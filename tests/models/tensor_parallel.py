@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,6 +20,16 @@ from torch.distributed.tensor.parallel import (
 WIDTH, HEADS, VOCABULARY = 16, 4, 24
 
 
+def heads(x: torch.Tensor) -> torch.Tensor:
+    """`[batch, tokens, width]` to `[batch, heads, tokens, width of a head]`."""
+    return x.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
+
+
+def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Causal attention of all heads, `[batch, tokens, width]`."""
+    return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+
 class Attention(nn.Module):
     """Causal, without positions."""
 
@@ -27,9 +39,7 @@ class Attention(nn.Module):
         self.o = nn.Linear(WIDTH, WIDTH, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (p(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for p in (self.q, self.k, self.v))
-        out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.o(out.transpose(1, 2).flatten(2))
+        return self.o(attended(*(heads(p(x)) for p in (self.q, self.k, self.v))))
 
 
 class FeedForward(nn.Module):
@@ -47,9 +57,9 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """Both, each behind a norm."""
 
-    def __init__(self, hidden: int) -> None:
+    def __init__(self, attention: nn.Module, feed_forward: nn.Module) -> None:
         super().__init__()
-        self.attention, self.feed_forward = Attention(), FeedForward(hidden)
+        self.attention, self.feed_forward = attention, feed_forward
         self.first, self.second = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -57,13 +67,13 @@ class Block(nn.Module):
         return x + self.feed_forward(self.second(x))
 
 
-class Llama(nn.Module):
+class Decoder(nn.Module):
     """Token numbers to the loss of predicting them."""
 
-    def __init__(self, layers: int = 2, hidden: int = 24) -> None:
+    def __init__(self, layers: Iterable[Block]) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(Block(hidden) for _ in range(layers))
+        self.layers = nn.ModuleList(layers)
         self.norm = nn.RMSNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
@@ -73,6 +83,13 @@ class Llama(nn.Module):
             x = layer(x)
         logits = self.head(self.norm(x))
         return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+
+
+class Llama(Decoder):
+    """One of such blocks."""
+
+    def __init__(self, layers: int = 2, hidden: int = 24) -> None:
+        super().__init__(Block(Attention(), FeedForward(hidden)) for _ in range(layers))
 
 
 def split(model: Llama, mesh: DeviceMesh, *, sequence: bool = False) -> Llama:

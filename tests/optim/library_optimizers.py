@@ -83,6 +83,45 @@ class Soap(Shampoo):
             state["steps"] = state.get("steps", 0) + 1
 
 
+class Momentum(optim.Optimizer):
+    """Its momentum has the name of a number in torch's ASGD."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, _closure: Any = None) -> None:  # type: ignore[override]
+        for group, parameter, state in with_gradients(self):
+            mean = state.setdefault("mu", torch.zeros_like(parameter))
+            parameter.sub_(mean.mul_(0.9).add_(parameter.grad), alpha=group["lr"])
+
+
+class Listing(Counting):
+    """Counts its steps in a list of its group."""
+
+    @torch.no_grad()
+    def step(self, _closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group.setdefault("history", []).append(1)
+        for group, parameter, _ in with_gradients(self):
+            parameter.sub_(parameter.grad, alpha=group["lr"] / len(group["history"]))
+
+
+class Mixed(Lamb):
+    """Looks at norms in one group, and adds gradients in the other."""
+
+    @torch.no_grad()
+    def step(self, _closure: Any = None) -> None:  # type: ignore[override]
+        groups = self.param_groups
+        self.param_groups = [group for group in groups if group["plain"]]
+        for group, parameter, state in with_gradients(self):
+            seen = state.setdefault("sum", torch.zeros_like(parameter))
+            parameter.sub_(seen.add_(parameter.grad), alpha=group["lr"])
+        self.param_groups = [group for group in groups if not group["plain"]]
+        super().step()
+        self.param_groups = groups
+
+
 def _inverse_root(matrix: torch.Tensor) -> torch.Tensor:
     values, vectors = torch.linalg.eigh(matrix)
     return vectors @ torch.diag(values.clamp_min(1e-6) ** -0.25) @ vectors.T

@@ -12,21 +12,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2.shards import local_of
-from fsdp_compile.optim.clip import clip_grad_norm_
 from fsdp_compile.optim.flat_step import flat_step
-from fsdp_compile.optim.grad_scaler import GradScaler
+from fsdp_compile.optim.gradients import GradScaler, clip_grad_norm_
 from tests import long
+from tests.fsdp2.models import mesh_of
 from tests.ranks import on_ranks, run_ranks
 from tests.two_sides import whole
 
-NORMS = (2.0, 1.0, 3.0, math.inf)
 WIDTH = 6
 
 
@@ -50,22 +48,18 @@ def full_shard(model: nn.Module) -> None:
 
 
 def hybrid(model: nn.Module) -> None:
-    fully_shard(model, mesh=_hybrid_mesh(), ignored_params=_ignored(model))
+    fully_shard(model, mesh=mesh_of((2, 2)), ignored_params=_ignored(model))
 
 
 def two_meshes(model: nn.Module) -> None:
     assert isinstance(model, Net)
-    fully_shard(model.one, mesh=_hybrid_mesh())
-    fully_shard(model, mesh=init_device_mesh("cpu", (4,)), ignored_params=_ignored(model))
+    fully_shard(model.one, mesh=mesh_of((2, 2)))
+    fully_shard(model, mesh=mesh_of((4,)), ignored_params=_ignored(model))
 
 
 def _ignored(model: nn.Module) -> set[nn.Parameter]:
     """FSDP2 does not shard 0-d parameters."""
     return {parameter for parameter in model.parameters() if parameter.dim() == 0}
-
-
-def _hybrid_mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 
 
 def _trained(prepare: Callable[[nn.Module], None]) -> tuple[nn.Module, nn.Module]:
@@ -85,22 +79,19 @@ def _trained(prepare: Callable[[nn.Module], None]) -> tuple[nn.Module, nn.Module
 
 def _compare(prepare: Callable[[nn.Module], None]) -> None:
     model, reference = _trained(prepare)
-    kept = [(p.grad.clone(), q.grad.clone()) for p, q in _with_gradients(model, reference)]  # type: ignore[union-attr]
-    for norm_type in NORMS:
-        for (p, q), (mine, theirs) in zip(_with_gradients(model, reference), kept, strict=True):
+    pairs = [(p, q) for p, q in zip(model.parameters(), reference.parameters(), strict=True) if q.grad is not None]
+    kept: list[Any] = [(p.grad.clone(), q.grad.clone()) for p, q in pairs]  # type: ignore[union-attr]
+    for norm_type in (2.0, 1.0, 3.0, math.inf):
+        for (p, q), (mine, theirs) in zip(pairs, kept, strict=True):
             p.grad, q.grad = mine.clone(), theirs.clone()
         norm = clip_grad_norm_(model, 0.1, norm_type)
         expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.1, norm_type)
         assert type(norm) is torch.Tensor
         assert norm.dim() == 0
         torch.testing.assert_close(norm, expected)
-        for mine, theirs in _with_gradients(model, reference):
-            torch.testing.assert_close(whole(mine.grad), theirs.grad)
+        for p, q in pairs:
+            torch.testing.assert_close(whole(p.grad), q.grad)
     assert model.unused.grad is None
-
-
-def _with_gradients(model: nn.Module, reference: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    return [(p, q) for p, q in zip(model.parameters(), reference.parameters(), strict=True) if q.grad is not None]
 
 
 @pytest.mark.core
@@ -139,7 +130,7 @@ def test_plain_gradients_count_once_as_each_rank_has_them(norm_type: float) -> N
     model.row = nn.Parameter(model.row.detach().double())
     fully_shard(model, ignored_params={model.row, model.scale})
     sharded = torch.arange(7.0 * WIDTH).view(7, WIDTH)
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = mesh_of((2,))
     rows = sharded.chunk(2)[dist.get_rank()]
     model.one.weight.grad = DTensor.from_local(rows, mesh, [Shard(0)], shape=sharded.shape, stride=sharded.stride())
     model.row.grad = torch.full((1, WIDTH), 10.0 * (1 + dist.get_rank()), dtype=torch.float64)
@@ -177,22 +168,15 @@ def test_what_every_rank_has_whole_needs_no_collective() -> None:
     assert run_ranks(_reductions_of, full_shard, world_size=2) == [1, 1]
 
 
-def _lonely_gradient() -> list[float]:
+@on_ranks(timeout_s=60)
+def test_a_rank_without_gradients_joins() -> None:
     model = nn.Linear(WIDTH, 4, bias=False)
     fully_shard(model)
-    found = []
     if dist.get_rank() == 1:
         model.weight.grad = torch.zeros_like(model.weight)
         local_of(model.weight.grad).fill_(2.0)
-    found.append(clip_grad_norm_(model, 100.0).item())
-    found.append(clip_grad_norm_(model, 100.0, float("inf")).item())
-    return found
-
-
-def test_a_rank_without_gradients_joins() -> None:
-    norm = math.sqrt(2 * WIDTH * 4)
-    for found in run_ranks(_lonely_gradient, world_size=2, timeout_s=60):
-        assert found == pytest.approx([norm, 2.0])
+    assert clip_grad_norm_(model, 100.0).item() == pytest.approx(math.sqrt(2 * WIDTH * 4))
+    assert clip_grad_norm_(model, 100.0, math.inf).item() == pytest.approx(2.0)
 
 
 @long.parametrize(
@@ -211,9 +195,8 @@ def test_all_ranks_see_a_norm_that_is_not_finite(value: float, norm_type: float)
     local_of(model.weight.grad).fill_(value)
     with pytest.raises(RuntimeError, match="nothing was clipped") as caught:
         clip_grad_norm_(model, 1.0, norm_type, error_if_nonfinite=True)
-    seen, message = not norm.isfinite(), str(caught.value)
-    assert seen
-    assert str(value) in message
+    assert not norm.isfinite()
+    assert str(value) in str(caught.value)
 
 
 def test_sums_of_half_precision_gradients_are_made_in_float32() -> None:
@@ -239,16 +222,11 @@ def test_an_order_that_makes_no_norm_is_refused(norm_type: float) -> None:
         clip_grad_norm_(nn.Linear(2, 2), 1.0, norm_type)
 
 
-def _partial() -> str:
-    mesh = init_device_mesh("cpu", (2,))
-    parameter = nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Partial()]))
-    with pytest.raises(ConfigError) as caught:
-        clip_grad_norm_(parameter, 1.0)
-    return str(caught.value)
-
-
+@on_ranks()
 def test_a_sum_that_was_not_made_yet_is_refused() -> None:
-    assert all("redistribute" in message for message in run_ranks(_partial, world_size=2))
+    parameter = nn.Parameter(DTensor.from_local(torch.ones(2), mesh_of((2,)), [Partial()]))
+    with pytest.raises(ConfigError, match="redistribute"):
+        clip_grad_norm_(parameter, 1.0)
 
 
 def test_norms_of_half_precision_gradients_are_not_rounded_before_they_are_summed() -> None:
@@ -265,7 +243,9 @@ def test_norms_of_half_precision_gradients_are_not_rounded_before_they_are_summe
 SCALE = 64.0
 
 
-class NetGradScaler(nn.Module):
+class Scaled(nn.Module):
+    """A matrix, and a vector that may be ignored."""
+
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.eye(4))
@@ -275,60 +255,41 @@ class NetGradScaler(nn.Module):
         return (x @ self.weight) * self.own
 
 
-def _full(parameter: nn.Parameter) -> torch.Tensor:
-    assert isinstance(parameter, DTensor)
-    return parameter.full_tensor().detach()
-
-
-def _train(scaler_class: Any, infinite: str, ignored: tuple[str, ...]) -> tuple[list[Any], list[float]]:
+def _check_skipping(scaler_class: Any, infinite: str, ignored: tuple[str, ...]) -> None:
     """Two steps: one in which rank 1 alone has an infinite gradient, and one in which nobody has."""
-    model = NetGradScaler()
+    model = Scaled()
     fully_shard(model, ignored_params={model.get_parameter(name) for name in ignored})
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scaler = scaler_class("cpu", init_scale=SCALE)
-    weights, scales = [], []
-    for step in range(2):
-        loss = model(torch.ones(1, 4)).sum()
-        scaler.scale(loss).backward()
+    for step, expected in enumerate((torch.eye(4), torch.eye(4) - 1.0)):
+        scaler.scale(model(torch.ones(1, 4)).sum()).backward()
         if step == 0 and dist.get_rank() == 1:
-            gradient = model.own.grad if infinite == "own" else model.weight.grad
-            assert gradient is not None
-            local_of(gradient).view(-1)[0] = float("inf")
+            local_of(model.get_parameter(infinite).grad).view(-1)[0] = float("inf")  # type: ignore[arg-type]
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        weights.append(_full(model.weight).clone())
-        scales.append(scaler.get_scale())
-    return weights, scales
-
-
-def _check(outcomes: list[tuple[list[Any], list[float]]]) -> None:
-    for weights, scales in outcomes:
-        assert torch.equal(weights[0], torch.eye(4)), "the step was not skipped"
-        assert torch.allclose(weights[1], torch.eye(4) - 1.0), "the step was not taken, or not unscaled"
-        assert scales == [SCALE / 2, SCALE / 2]
+        torch.testing.assert_close(whole(model.weight).detach(), expected)
+        assert scaler.get_scale() == SCALE / 2
 
 
 @pytest.mark.core
-@long.parametrize(
-    "scaler_class",
-    [torch.amp.GradScaler, ShardedGradScaler, GradScaler],
-    always=[GradScaler],
-)
+@long.parametrize("scaler_class", [torch.amp.GradScaler, ShardedGradScaler, GradScaler], always=[GradScaler])
+@on_ranks()
 def test_ranks_skip_together_where_all_parameters_are_sharded(scaler_class: Any) -> None:
-    _check(run_ranks(_train, scaler_class, "weight", (), world_size=2))
+    _check_skipping(scaler_class, "weight", ())
 
 
 @pytest.mark.core
 @long.parametrize("infinite", ["weight", "own"], always=["own"])
+@on_ranks()
 def test_ranks_skip_together_with_ignored_parameters(infinite: str) -> None:
-    _check(run_ranks(_train, GradScaler, infinite, ("own",), world_size=2))
+    _check_skipping(GradScaler, infinite, ("own",))
 
 
 @on_ranks()
 def test_clipping_after_unscaling_sees_the_true_norm() -> None:
     """Unscaling by hand before clipping, with nothing infinite."""
-    model = NetGradScaler()
+    model = Scaled()
     fully_shard(model, ignored_params={model.own})
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scaler = GradScaler("cpu", init_scale=SCALE)
@@ -341,54 +302,36 @@ def test_clipping_after_unscaling_sees_the_true_norm() -> None:
     assert [v.item() for v in found.values()] == [0.0]
 
 
-class Chain(nn.Module):
-    """Two layers whose rows do not divide over two ranks, and a parameter that every rank holds whole."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4))
-        self.own = nn.Parameter(torch.ones(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x) * self.own
-
-
 @on_ranks()
 def test_flat_step_after_unscaling_and_clipping_is_the_plain_step() -> None:
-    """Steps with `flat_step` beside steps without: the clipped norm, the scale, and whether all bits are equal."""
-    sides = []
+    """Steps with `flat_step` and steps without; in the second one, rank 1 has an infinite gradient."""
+    ends = []
     for wrap in (flat_step, lambda optimizer: optimizer):
-        model = Chain()
-        fully_shard(model, ignored_params={model.own})
+        torch.manual_seed(0)
+        model = Net()
+        full_shard(model)
         optimizer = wrap(torch.optim.AdamW(model.parameters(), lr=0.1))
-        sides.append((model, optimizer, GradScaler("cpu", init_scale=SCALE)))
-    steps = [_flat_and_plain_step(sides, step) for step in range(4)]
-    assert [same for _, _, same in steps] == [True] * 4
-    assert [scale for _, scale, _ in steps] == [SCALE, SCALE / 2, SCALE / 2, SCALE / 2]
-    assert [norm > 0.25 for norm, _, _ in steps] == [True] * 4, "each step was clipped"
-    assert [norm == float("inf") for norm, _, _ in steps] == [False, True, False, False]
-
-
-def _flat_and_plain_step(sides: list[Any], step: int) -> tuple[float, float, bool]:
-    norms, scales = [], []
-    for model, optimizer, scaler in sides:
-        batch = torch.randn(2, 4, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
-        scaler.scale(model(batch).square().sum()).backward()
-        dist.all_reduce(model.own.grad, dist.ReduceOp.AVG)  # ignored parameters are averaged by their owner
-        if step == 1 and dist.get_rank() == 1:
-            local_of(model.layers[0].weight.grad).view(-1)[0] = float("inf")
-        scaler.unscale_(optimizer)
-        norms.append(clip_grad_norm_(model, 0.25).item())
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        scales.append(scaler.get_scale())
-    flat, plain = (model.parameters() for model, *_ in sides)
-    same = all(torch.equal(local_of(p), local_of(q)) for p, q in zip(flat, plain, strict=True))
-    assert scales[0] == scales[1]
-    assert norms[0] == norms[1]
-    return norms[0], scales[0], same
+        scaler = GradScaler("cpu", init_scale=SCALE)
+        norms, scales = [], []
+        for step in range(4):
+            batch = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
+            scaler.scale(model(batch).square().sum()).backward()
+            dist.all_reduce(model.scale.grad, dist.ReduceOp.AVG)  # ignored parameters are averaged by their owner
+            if step == 1 and dist.get_rank() == 1:
+                local_of(model.one.weight.grad).view(-1)[0] = float("inf")  # type: ignore[arg-type]
+            scaler.unscale_(optimizer)
+            norms.append(clip_grad_norm_(model, 0.25).item())
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            scales.append(scaler.get_scale())
+        assert scales == [SCALE, SCALE / 2, SCALE / 2, SCALE / 2]
+        assert all(norm > 0.25 for norm in norms), "each step was clipped"
+        assert [norm == math.inf for norm in norms] == [False, True, False, False]
+        ends.append((norms, [local_of(p) for p in model.parameters()]))
+    (flat_norms, flat), (norms, plain) = ends
+    assert flat_norms == norms
+    assert all(torch.equal(p, q) for p, q in zip(flat, plain, strict=True))
 
 
 def test_half_precision_gradients_are_refused_by_name() -> None:
@@ -409,11 +352,7 @@ def test_without_a_process_group_it_is_torchs_own() -> None:
     assert torch.equal(parameter.detach(), torch.zeros(2))
 
 
-def _torchs_own() -> str:
-    with pytest.raises(RuntimeError) as caught:
-        _train(torch.amp.GradScaler, "weight", ("own",))
-    return str(caught.value)
-
-
+@on_ranks()
 def test_torchs_own_scaler_refuses_a_mix_which_is_why_there_is_another_one() -> None:
-    assert all("mixed torch.Tensor and DTensor" in message for message in run_ranks(_torchs_own))
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+        _check_skipping(torch.amp.GradScaler, "weight", ("own",))

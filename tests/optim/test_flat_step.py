@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from fsdp_compile.optim.flat_step import ELEMENTWISE, flat_step
 from tests import long
 from tests.fake_world import fake_world
 from tests.fsdp2.models import local, put_into_one_storage, sharded, train
+from tests.optim.library_optimizers import Momentum
 from tests.ranks import run_ranks
 from tests.two_sides import whole
 
@@ -29,6 +31,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "RMSprop": {"lr": 1e-2, "momentum": 0.5, "centered": True},
 }
 Made = tuple[Any, torch.optim.Optimizer, list[nn.Parameter], torch.optim.Optimizer]
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    with fake_world(2):
+        yield
 
 
 class Small(nn.Module):
@@ -75,10 +83,9 @@ def _give_gradients(
     torch.manual_seed(step)
     for name, parameter in model.named_parameters():
         parameter.grad = None
-        if parameter.requires_grad and not name.endswith(missing or "-"):
+        if parameter.requires_grad and not name.endswith(missing):
             gradient = torch.randn(local(parameter).shape)
-            is_sharded = isinstance(parameter, DTensor)
-            parameter.grad = make_dtensor(gradient, parameter) if is_sharded else gradient
+            parameter.grad = make_dtensor(gradient, parameter) if isinstance(parameter, DTensor) else gradient
     for layer in model.layers:
         given = [p.grad for p in layer.parameters() if p.grad is not None]
         if in_one_buffer and given:
@@ -115,158 +122,139 @@ def test_the_bits_are_those_of_plain_tensors(kind: Any, foreach: bool, flat: boo
         _train(_make(kind, in_groups=in_groups, flat=flat, foreach=foreach, **settings), range(STEPS))
 
 
+@pytest.mark.parametrize("in_one_buffer", [False, True])
 @pytest.mark.parametrize(("flat", "count"), [(True, 3 + 1), (False, 6 + 1)])
-def test_parameters_of_one_memory_are_updated_as_one_tensor(*, flat: bool, count: int) -> None:
-    for in_one_buffer in (False, True):
-        with fake_world(2):
-            model, mine, plain, theirs = _make(torch.optim.AdamW, in_groups=False, flat=flat)
-            _give_gradients(model, plain, 0, in_one_buffer=in_one_buffer)
-            seen: list[tuple[int, bool]] = []
-            memory = [local(layer.weight.grad).data_ptr() for layer in model.layers]
+@pytest.mark.usefixtures("world")
+def test_parameters_of_one_memory_are_updated_as_one_tensor(*, flat: bool, count: int, in_one_buffer: bool) -> None:
+    model, mine, plain, theirs = _make(torch.optim.AdamW, in_groups=False, flat=flat)
+    _give_gradients(model, plain, 0, in_one_buffer=in_one_buffer)
+    memory = {local(layer.weight.grad).data_ptr() for layer in model.layers}
+    seen: list[tuple[int, bool]] = []
 
-            def look(optimizer: torch.optim.Optimizer, *_: Any, memory: list[int] = memory, seen: Any = seen) -> None:
-                params = optimizer.param_groups[0]["params"]
-                assert not any(isinstance(p, DTensor) for p in params)
-                seen.append((len(params), {p.grad.data_ptr() for p in params} >= set(memory)))
+    def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        params = optimizer.param_groups[0]["params"]
+        assert not any(isinstance(p, DTensor) for p in params)
+        seen.append((len(params), {p.grad.data_ptr() for p in params} >= memory))
 
-            mine.register_step_pre_hook(look)
-            mine.step()
-            theirs.step()
-            _assert_same(model, plain)
-            assert seen == [(count, in_one_buffer or not flat)], "gradients are copied only if they have gaps"
-
-
-def test_missing_gradients_leave_their_parameters_alone() -> None:
-    with fake_world(2):
-        given = _make(torch.optim.AdamW, in_groups=False)
-        _train(given, range(2))
-        _train(given, range(2, 4), missing=("bias",))
-        _train(given, range(4, 6))
+    mine.register_step_pre_hook(look)
+    mine.step()
+    theirs.step()
+    _assert_same(model, plain)
+    assert seen == [(count, in_one_buffer or not flat)], "gradients are copied only if they have gaps"
 
 
-def test_gradients_of_the_users_own_and_of_backward_may_take_turns() -> None:
-    with fake_world(2):
-        given = _make(torch.optim.AdamW, in_groups=False)
-        for step in range(4):
-            _train(given, range(step, step + 1), in_one_buffer=step % 2 == 0)
+def _move(given: Made) -> None:
+    for layer in given[0].layers:
+        put_into_one_storage(list(layer.parameters()))
 
 
-def test_shards_that_are_moved_are_followed() -> None:
-    with fake_world(2):
-        given = _make(torch.optim.AdamW, in_groups=False, flat=False)
-        _train(given, range(2))
-        for layer in given[0].layers:
-            put_into_one_storage(list(layer.parameters()))
-        _train(given, range(2, 4))
+def _reset(given: Made, *, in_place: bool) -> None:
+    for optimizer in (given[1], given[3]):
+        for state in optimizer.state.values():
+            state.update({key: value.zero_() if in_place else torch.zeros_like(value) for key, value in state.items()})
+
+
+CHANGES: dict[str, tuple[Callable[[Made], None], dict[str, Any]]] = {
+    "biases without gradients": (lambda _: None, {"missing": ("bias",)}),
+    "gradients of the user's own": (lambda _: None, {"in_one_buffer": False}),
+    "shards that are moved": (_move, {}),
+    "new values in the state": (functools.partial(_reset, in_place=False), {}),
+    "values in the state that are written in place": (functools.partial(_reset, in_place=True), {}),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.usefixtures("world")
+def test_changes_between_steps_are_followed(name: str) -> None:
+    change, gradients = CHANGES[name]
+    given = _make(torch.optim.AdamW, in_groups=False, flat=change is not _move)
+    _train(given, range(2))
+    change(given)
+    _train(given, range(2, 4), **gradients)
+    _train(given, range(4, 6))
 
 
 @pytest.mark.core
 @pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.usefixtures("world")
 def test_state_is_per_parameter_and_loads_again(*, flat: bool) -> None:
-    with fake_world(2):
-        model, mine, plain, theirs = _make(torch.optim.AdamW, flat=flat)
-        _train((model, mine, plain, theirs), range(2))
-        for p, q in zip(model.parameters(), plain, strict=True):
-            assert (p in mine.state) == (q in theirs.state)
-            for key, value in theirs.state.get(q, {}).items():
-                assert isinstance(mine.state[p][key], DTensor) == (isinstance(p, DTensor) and key != "step")
-                assert torch.equal(local(mine.state[p][key]), value)
-        saved = copy.deepcopy(mine.state_dict())
-        again = flat_step(torch.optim.AdamW(_groups(list(model.parameters()))))
-        again.load_state_dict(saved)
-        _train((model, again, plain, theirs), range(2, 4))
+    model, mine, plain, theirs = _make(torch.optim.AdamW, flat=flat)
+    _train((model, mine, plain, theirs), range(2))
+    for p, q in zip(model.parameters(), plain, strict=True):
+        assert (p in mine.state) == (q in theirs.state)
+        for key, value in theirs.state.get(q, {}).items():
+            assert isinstance(mine.state[p][key], DTensor) == (isinstance(p, DTensor) and key != "step")
+            assert torch.equal(local(mine.state[p][key]), value)
+    saved = copy.deepcopy(mine.state_dict())
+    again = flat_step(torch.optim.AdamW(_groups(list(model.parameters()))))
+    again.load_state_dict(saved)
+    _train((model, again, plain, theirs), range(2, 4))
 
 
-class _Momentum(torch.optim.Optimizer):
-    """Of another library: its momentum has the name of a number in torch's ASGD."""
-
-    def __init__(self, params: Iterable[Any]) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, _closure: Any = None) -> None:  # type: ignore[override]
-        for parameter in self.param_groups[0]["params"]:
-            if parameter.grad is not None:
-                mean = self.state[parameter].setdefault("mu", torch.zeros_like(parameter))
-                parameter.sub_(mean.mul_(0.9).add_(parameter.grad), alpha=self.param_groups[0]["lr"])
-
-
+@pytest.mark.usefixtures("world")
 def test_state_of_a_parameters_shape_is_its_part_under_any_name() -> None:
-    with fake_world(2):
-        torch.manual_seed(0)
-        model: Any = fully_shard(nn.Linear(6, 2))  # one element of the bias on each rank
-        plain = [nn.Parameter(local(p).detach().clone()) for p in model.parameters()]
-        mine, theirs = flat_step(_Momentum(model.parameters()), elementwise=True), _Momentum(plain)
-        for _ in range(2):
-            for p, q in zip(model.parameters(), plain, strict=True):
-                p.grad = torch.ones_like(p)
-                q.grad = torch.ones_like(q)
-            mine.step()
-            theirs.step()
+    torch.manual_seed(0)
+    model: Any = fully_shard(nn.Linear(6, 2))  # one element of the bias on each rank
+    plain = [nn.Parameter(local(p).detach().clone()) for p in model.parameters()]
+    mine, theirs = flat_step(Momentum(model.parameters()), elementwise=True), Momentum(plain)
+    for _ in range(2):
         for p, q in zip(model.parameters(), plain, strict=True):
-            held = mine.state[p]["mu"]
-            assert isinstance(held, DTensor)
-            assert held.shape == p.shape
-            assert torch.equal(local(held), theirs.state[q]["mu"])
-            assert torch.equal(local(p), q)
+            p.grad = torch.ones_like(p)
+            q.grad = torch.ones_like(q)
+        mine.step()
+        theirs.step()
+    for p, q in zip(model.parameters(), plain, strict=True):
+        held = mine.state[p]["mu"]
+        assert isinstance(held, DTensor)
+        assert held.shape == p.shape
+        assert torch.equal(local(held), theirs.state[q]["mu"])
+        assert torch.equal(local(p), q)
 
 
 @pytest.mark.core
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.NAdam], ids=lambda kind: kind.__name__)
+@pytest.mark.usefixtures("world")
 def test_each_parameter_has_a_count_of_steps_of_its_own(kind: Any) -> None:
     """One count for all would grow by one for each parameter in an optimizer that goes on without `flat_step`."""
-    with fake_world(2):
-        model, mine, plain, theirs = _make(kind, in_groups=False)
-        _train((model, mine, plain, theirs), range(2))
-        again = kind(model.parameters())
-        again.load_state_dict(copy.deepcopy(mine.state_dict()))
-        _train((model, again, plain, theirs), range(2, 4))
-        for p, q in zip(model.parameters(), plain, strict=True):
-            assert again.state.get(p, {}).get("step") == theirs.state.get(q, {}).get("step")
+    model, mine, plain, theirs = _make(kind, in_groups=False)
+    _train((model, mine, plain, theirs), range(2))
+    again = kind(model.parameters())
+    again.load_state_dict(copy.deepcopy(mine.state_dict()))
+    _train((model, again, plain, theirs), range(2, 4))
+    for p, q in zip(model.parameters(), plain, strict=True):
+        assert again.state.get(p, {}).get("step") == theirs.state.get(q, {}).get("step")
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-def test_values_that_users_put_into_the_state_count(in_place: bool) -> None:  # noqa: FBT001
-    with fake_world(2):
-        given = _make(torch.optim.AdamW, in_groups=False)
-        _train(given, range(2))
-        for optimizer in (given[1], given[3]):
-            for state in optimizer.state.values():
-                for key, value in state.items():
-                    state[key] = value.zero_() if in_place else torch.zeros_like(value)
-        _train(given, range(2, 4))
-
-
+@pytest.mark.usefixtures("world")
 def test_schedules_and_closures_work() -> None:
-    with fake_world(2):
-        model, mine, plain, theirs = _make(torch.optim.SGD, lr=0.1)
-        schedules = [torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.5) for o in (mine, theirs)]
-        for step in range(3):
+    model, mine, plain, theirs = _make(torch.optim.SGD, lr=0.1)
+    schedules = [torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.5) for o in (mine, theirs)]
+    for step in range(3):
 
-            def closure(step: int = step) -> float:
-                _give_gradients(model, plain, step)
-                return 7.0
+        def closure(step: int = step) -> float:
+            _give_gradients(model, plain, step)
+            return 7.0
 
-            mine.zero_grad()
-            assert mine.step(closure) == 7.0
-            theirs.step()
-            for schedule in schedules:
-                schedule.step()
-            _assert_same(model, plain)
+        mine.zero_grad()
+        assert mine.step(closure) == 7.0
+        theirs.step()
+        for schedule in schedules:
+            schedule.step()
+        _assert_same(model, plain)
 
 
+@pytest.mark.usefixtures("world")
 def test_an_error_in_the_step_leaves_the_optimizer_as_it_was() -> None:
-    with fake_world(2):
-        model, mine, plain, theirs = _make(torch.optim.AdamW)
-        _train((model, mine, plain, theirs), range(1))
-        before = [list(group["params"]) for group in mine.param_groups]
-        _give_gradients(model, plain, 1)
-        mine.param_groups[0]["betas"] = "wrong"
-        with pytest.raises(ValueError, match="unpack"):
-            mine.step()
-        for old, group in zip(before, mine.param_groups, strict=True):
-            assert all(p is q for p, q in zip(old, group["params"], strict=True))
-        assert set(mine.state) <= set(model.parameters())
+    model, mine, plain, theirs = _make(torch.optim.AdamW)
+    _train((model, mine, plain, theirs), range(1))
+    before = [list(group["params"]) for group in mine.param_groups]
+    _give_gradients(model, plain, 1)
+    mine.param_groups[0]["betas"] = "wrong"
+    with pytest.raises(ValueError, match="unpack"):
+        mine.step()
+    for old, group in zip(before, mine.param_groups, strict=True):
+        assert all(p is q for p, q in zip(old, group["params"], strict=True))
+    assert set(mine.state) <= set(model.parameters())
 
 
 def test_optimizers_that_look_at_whole_parameters_are_refused() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterator
@@ -13,22 +12,20 @@ import torch
 import torch.distributed as dist
 from torch import nn, optim
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 import fsdp_compile
 from fsdp_compile import explain
-from fsdp_compile.backend import fsdp
 from fsdp_compile.cost.memory import Holder
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
-from fsdp_compile.fsdp2.updates import refuse_whole_gradients
 from fsdp_compile.optim.step_in_backward import step_in_backward
 from tests import long
 from tests.fake_world import fake_world
+from tests.fsdp2.models import assert_same
 from tests.models.kinds import WIDTH, Slim
 from tests.ranks import on_ranks
-from tests.two_sides import loss_of
+from tests.two_sides import compile_eagerly, local, loss_of
 
 MOMENTUM = functools.partial(optim.SGD, lr=0.1, momentum=0.9)
 Call = Callable[..., torch.Tensor]
@@ -42,24 +39,12 @@ def _sharded(make: Callable[[], nn.Module] = Slim) -> Any:
     return fully_shard(model)
 
 
-def _compiled(model: nn.Module) -> Call:
-    return torch.compile(model, backend=fsdp, options={"lower": "eager"})
-
-
 def _input(seed: int = 1) -> torch.Tensor:
     return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * seed + dist.get_rank()))
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-
-
-def _values(model: nn.Module) -> list[torch.Tensor]:
-    return [_local(p).clone() for p in model.parameters()]
-
-
-def _equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return all(torch.equal(p, q) for p, q in zip(one, other, strict=True))
+def _values(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: local(p).detach().clone() for name, p in model.named_parameters()}
 
 
 class Twice(nn.Module):
@@ -116,22 +101,16 @@ def _two_forwards(model: Any, call: Call, step: int) -> None:
     (loss_of(call(_input(step))) + loss_of(call(_input(step + 50)))).backward()
 
 
-def _microbatches(model: Any, call: Call, step: int) -> None:
+def _held_by(model: Any, call: Call, step: int, *, setting: str) -> None:
     before = _values(model)
-    model.set_requires_gradient_sync(False)
+    getattr(model, setting)(False)  # noqa: FBT003
     loss_of(call(_input(step))).backward()
-    assert _equal(before, _values(model)), "nothing is updated before the last microbatch"
-    model.set_requires_gradient_sync(True)
+    assert_same(_values(model), before)  # nothing is updated before the last microbatch
+    getattr(model, setting)(True)  # noqa: FBT003
     loss_of(call(_input(step + 50))).backward()
 
 
-def _not_last(model: Any, call: Call, step: int) -> None:
-    before = _values(model)
-    model.set_is_last_backward(False)
-    loss_of(call(_input(step))).backward()
-    assert _equal(before, _values(model))
-    model.set_is_last_backward(True)
-    loss_of(call(_input(step + 50))).backward()
+_microbatches = functools.partial(_held_by, setting="set_requires_gradient_sync")
 
 
 def _evaluated(model: Any, call: Call, step: int) -> None:
@@ -146,7 +125,7 @@ def _input_gradients(model: Any, call: Call, step: int) -> None:
         model.set_requires_gradient_sync(True)
         before, x = _values(model), _input(step + 50).requires_grad_()
         ask(loss_of(call(x)), x)
-        assert _equal(before, _values(model)), "gradients of inputs update nothing"
+        assert_same(_values(model), before)  # gradients of inputs update nothing
     loss_of(call(_input(step + 50))).backward()
 
 
@@ -161,18 +140,13 @@ def _counted(model: Any, call: Call, step: int) -> None:
     assert counter.get_total_flops() > 0
 
 
-def _frozen(model: Any, call: Call, step: int) -> None:
+def _changed(model: Any, call: Call, step: int, *, part: str, trained: bool) -> None:
     if step == 1:
-        model.head.bias.requires_grad_(requires_grad=False)
+        model.get_submodule(part).requires_grad_(requires_grad=trained)
     _plain(model, call, step)
 
 
-def _thawed(model: Any, call: Call, step: int) -> None:
-    if step == 1:
-        model.blocks[0].requires_grad_(requires_grad=True)
-    _plain(model, call, step)
-
-
+_thawed = functools.partial(_changed, part="blocks.0", trained=True)
 Step = Callable[[Any, Call, int], None]
 CASES: dict[str, tuple[Callable[[], nn.Module], Step, bool]] = {
     "plain": (Slim, _plain, True),
@@ -183,13 +157,13 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Step, bool]] = {
     "two forwards": (Slim, _two_forwards, True),
     "microbatches": (Slim, _microbatches, True),
     "microbatches, uncompiled": (Slim, _microbatches, False),
-    "not the last backward": (Slim, _not_last, True),
+    "not the last backward": (Slim, functools.partial(_held_by, setting="set_is_last_backward"), True),
     "a forward without a backward": (Slim, _evaluated, True),
     "gradients of inputs": (Slim, _input_gradients, True),
     "profiler": (Slim, _profiled, True),
     "a dispatch mode": (Slim, _counted, True),
     "an operator with side effects": (Inverse, _plain, True),
-    "frozen": (Slim, _frozen, True),
+    "frozen": (Slim, functools.partial(_changed, part="head", trained=False), True),
     "thawed": (Frozen, _thawed, True),
     "thawed, uncompiled": (Frozen, _thawed, False),
 }
@@ -208,7 +182,7 @@ def _train(name: str, *, in_backward: bool) -> tuple[nn.Module, optim.Optimizer]
     if in_backward:
         step_in_backward(optimizer)
     schedule = optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    call = _compiled(model) if is_compiled else model
+    call = compile_eagerly(model) if is_compiled else model
     for step in range(3):
         run(model, call, step)
         if in_backward:
@@ -223,19 +197,8 @@ def _train(name: str, *, in_backward: bool) -> tuple[nn.Module, optim.Optimizer]
 @on_ranks()
 def test_the_bits_are_those_of_a_step_after_backward(name: str) -> None:
     (mine, stepped), (theirs, after) = _train(name, in_backward=True), _train(name, in_backward=False)
-    differing = [
-        n
-        for (n, p), q in zip(mine.named_parameters(), theirs.parameters(), strict=True)
-        if not torch.equal(_local(p), _local(q))
-    ]
-    one, other = stepped.state_dict(), after.state_dict()
-    assert one["param_groups"] == other["param_groups"]
-    for index, state in other["state"].items():
-        assert one["state"][index].keys() == state.keys()
-        differing += [
-            f"{index} {key}" for key, v in state.items() if not torch.equal(_local(one["state"][index][key]), _local(v))
-        ]
-    assert differing == []
+    assert_same(_values(mine), _values(theirs))
+    assert_same(stepped.state_dict(), after.state_dict())
 
 
 @on_ranks()
@@ -245,7 +208,7 @@ def test_a_compiled_and_an_uncompiled_forward_are_one_step() -> None:
         torch._dynamo.reset()
         model = _sharded()
         optimizer = MOMENTUM(model.parameters())
-        call = _compiled(model)
+        call = compile_eagerly(model)
         loss_of(call(_input())).backward()  # the model is known by now
         optimizer.step()
         optimizer.zero_grad()
@@ -256,7 +219,7 @@ def test_a_compiled_and_an_uncompiled_forward_are_one_step() -> None:
             optimizer.step()
             optimizer.zero_grad()
         ends.append(_values(model))
-    assert _equal(*ends)
+    assert_same(*ends)
 
 
 @on_ranks()
@@ -266,11 +229,11 @@ def test_gradients_are_freed_unit_by_unit() -> None:
     seen: list[int] = []
 
     def look(*_: Any) -> None:
-        seen.append(sum(_local(p.grad).numel() for p in model.parameters() if p.grad is not None))
+        seen.append(sum(local(p.grad).numel() for p in model.parameters() if p.grad is not None))
 
     optimizer.register_step_pre_hook(look)
-    loss_of(_compiled(model)(_input())).backward()
-    largest = max(sum(_local(p).numel() for p in part.parameters()) for part in (*model.blocks, model.head))
+    loss_of(compile_eagerly(model)(_input())).backward()
+    largest = max(sum(local(p).numel() for p in part.parameters()) for part in (*model.blocks, model.head))
     assert len(seen) == 3, "one update of each unit"
     assert max(seen) == largest
 
@@ -283,25 +246,22 @@ def test_hooks_of_the_user_are_refused(name: str) -> None:
     model = _sharded()
     getattr(model.head.weight, name)(lambda _: None)
     step_in_backward(optim.SGD(model.parameters(), lr=0.1))
-    loss = loss_of(_compiled(model)(_input()))
-    with _refused(UnsupportedModelError, "has a hook on its gradient"):
-        loss.backward()
+    with pytest.raises(UnsupportedModelError, match="has a hook on its gradient"):
+        loss_of(compile_eagerly(model)(_input())).backward()
 
 
 @on_ranks()
 def test_a_parameter_without_an_updater_keeps_its_gradient() -> None:
     model, plain = _sharded(), _sharded()
     step_in_backward(optim.SGD([p for p in model.parameters() if p.dim() > 1], lr=0.1))
-    loss_of(_compiled(model)(_input())).backward()
+    loss_of(compile_eagerly(model)(_input())).backward()
     loss_of(plain(_input())).backward()
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        assert (p.grad is None) == (p.dim() > 1)
-        expected = _local(q.grad)
-        assert (
-            torch.equal(_local(p.grad), expected)
-            if p.grad is not None
-            else torch.equal(_local(p), _local(q).add(expected, alpha=-0.1))
-        )
+        if p.dim() > 1:
+            assert p.grad is None
+            assert torch.equal(local(p), local(q).add(local(q.grad), alpha=-0.1))
+        else:
+            assert torch.equal(local(p.grad), local(q.grad))
 
 
 class Optional(nn.Module):
@@ -319,17 +279,11 @@ class Optional(nn.Module):
 def test_what_got_no_gradient_is_not_updated() -> None:
     model = _sharded(Optional)
     step_in_backward(optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5))
-    call = _compiled(model)
+    call = compile_eagerly(model)
     call(_input())
     loss_of(call(_input())).backward()
-    assert bool((_local(model.unread) == 1).all())
-    assert not bool((_local(model.read) == 1).all())
-
-
-@contextlib.contextmanager
-def _refused(kind: type[Exception], text: str) -> Iterator[None]:
-    with pytest.raises(kind, match=text):
-        yield
+    assert bool((local(model.unread) == 1).all())
+    assert not bool((local(model.read) == 1).all())
 
 
 class CountingSGD(optim.SGD):
@@ -343,38 +297,42 @@ class CountingSGD(optim.SGD):
 
 @on_ranks()
 def test_what_cannot_be_is_refused() -> None:
-    with _refused(ConfigError, "Adafactor is not known"):
+    with pytest.raises(ConfigError, match="Adafactor is not known"):
         step_in_backward(optim.Adafactor(_sharded().parameters()))
     model = _sharded()
     step_in_backward(step_in_backward(optim.SGD(model.parameters())))
-    with _refused(ConfigError, "another optimizer"):
+    with pytest.raises(ConfigError, match="another optimizer"):
         step_in_backward(optim.SGD(model.parameters()))
-    with _refused(ConfigError, "unit by unit"):
-        refuse_whole_gradients(model.parameters(), where="a norm", instead="none")
-    call = _compiled(model)
+    with pytest.raises(ConfigError, match="unit by unit"):
+        fsdp_compile.clip_grad_norm_(model, 1.0)
+    scaler = fsdp_compile.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    with pytest.raises(ConfigError, match="unit by unit"):
+        scaler.unscale_(optim.SGD(model.parameters()))
+    call = compile_eagerly(model)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
         loss = loss_of(call(_input()))
-    with _refused(UnsupportedModelError, "hooks on saved tensors"):
+    with pytest.raises(UnsupportedModelError, match="hooks on saved tensors"):
         loss.backward()
     torch._dynamo.reset()
     model = _sharded()
     step_in_backward(CountingSGD(model.parameters(), lr=0.1), elementwise=True)
-    with _refused(ConfigError, r"CountingSGD changes 'steps' of its groups"):
-        loss_of(_compiled(model)(_input())).backward()
+    with pytest.raises(ConfigError, match=r"CountingSGD changes 'steps' of its groups"):
+        loss_of(compile_eagerly(model)(_input())).backward()
 
 
 @on_ranks()
 def test_a_backward_of_before_the_update_is_refused() -> None:
     model = _sharded()
     step_in_backward(optim.SGD(model.parameters(), lr=0.1))
-    call = _compiled(model)
+    call = compile_eagerly(model)
     first, second = loss_of(call(_input())), loss_of(call(_input(2)))
     first.backward()
-    with _refused(RuntimeError, "modified by an inplace operation"):
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         second.backward()
     first, second = loss_of(model(_input())), loss_of(model(_input(2)))
     first.backward()
-    with _refused(UnsupportedModelError, "after the parameters that it belongs to were updated"):
+    with pytest.raises(UnsupportedModelError, match="after the parameters that it belongs to were updated"):
         second.backward()
 
 
@@ -382,17 +340,17 @@ def test_a_backward_of_before_the_update_is_refused() -> None:
 def test_state_is_that_of_the_plain_optimizer_and_loads_again() -> None:
     model = _sharded()
     optimizer = step_in_backward(MOMENTUM(model.parameters()))
-    call = _compiled(model)
+    call = compile_eagerly(model)
     loss_of(call(_input())).backward()
     saved, values = copy.deepcopy(optimizer.state_dict()), _values(model)
     loss_of(call(_input(2))).backward()
     ended = _values(model)
     optimizer.load_state_dict(saved)
     with torch.no_grad():
-        for p, value in zip(model.parameters(), values, strict=True):
-            _local(p).copy_(value)
+        for name, value in values.items():
+            local(model.get_parameter(name)).copy_(value)
     loss_of(call(_input(2))).backward()
-    assert _equal(ended, _values(model))
+    assert_same(_values(model), ended)
 
 
 @pytest.fixture
@@ -402,21 +360,10 @@ def one_rank() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.mark.usefixtures("one_rank")
-def test_settings_are_read_when_a_unit_is_updated() -> None:
-    model = _sharded()
-    optimizer, call = step_in_backward(MOMENTUM(model.parameters())), _compiled(model)
-    loss_of(call(_input())).backward()
-    before = _values(model)
-    optimizer.param_groups[0].update(lr=0.0)
-    loss_of(call(_input())).backward()
-    assert _equal(before, _values(model))
-
-
-def _trained_twice(**options: Any) -> list[torch.Tensor]:
+def _trained_twice(**options: Any) -> dict[str, torch.Tensor]:
     model = _sharded()
     step_in_backward(MOMENTUM(model.parameters()))
-    call = torch.compile(model, backend="fsdp", options={"lower": "eager", **options})
+    call = compile_eagerly(model, **options)
     for _ in range(2):
         loss_of(call(_input())).backward()
     torch._dynamo.reset()
@@ -425,15 +372,14 @@ def _trained_twice(**options: Any) -> list[torch.Tensor]:
 
 @pytest.mark.usefixtures("one_rank")
 def test_a_pipeline_that_is_cut_off_still_updates_after_the_last_read() -> None:
-    assert _equal(_trained_twice(stop_after="schedule-auto"), _trained_twice())
+    assert_same(_trained_twice(stop_after="schedule-auto"), _trained_twice())
 
 
 @pytest.mark.long
 @pytest.mark.inductor
 @pytest.mark.usefixtures("one_rank")
 def test_inductor_keeps_updates_in_their_place() -> None:
-    for mine, theirs in zip(_trained_twice(lower="inductor"), _trained_twice(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-3)
+    torch.testing.assert_close(_trained_twice(lower="inductor"), _trained_twice(), rtol=0, atol=2e-3)
 
 
 @on_ranks()
@@ -447,24 +393,10 @@ def test_joined_units_that_divide_by_a_number_of_their_own_are_updated() -> None
             layer.set_gradient_divide_factor(3.0)
         fully_shard(model)
         step_in_backward(optim.SGD(model.parameters(), lr=0.1))
-        options: dict[str, Any] = {"lower": "eager", "bucket_mb": bucket_mb}
-        loss_of(torch.compile(model, backend="fsdp", options=options)(_input())).backward()
+        loss_of(compile_eagerly(model, bucket_mb=bucket_mb)(_input())).backward()
         ends.append(_values(model))
         torch._dynamo.reset()
-    assert _equal(*ends)
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_what_needs_all_gradients_is_refused() -> None:
-    model = _sharded()
-    optimizer, call = step_in_backward(MOMENTUM(model.parameters())), _compiled(model)
-    with pytest.raises(ConfigError, match="unit by unit"):
-        fsdp_compile.clip_grad_norm_(model, 1.0)
-    loss = loss_of(call(_input()))
-    torchs = torch.amp.GradScaler("cpu")
-    torchs.scale(loss).backward()
-    with pytest.raises(AssertionError, match="No inf checks"):  # torch's own: it finds no gradient
-        torchs.step(optimizer)
+    assert_same(*ends)
 
 
 def test_a_plan_knows_that_gradients_are_freed() -> None:

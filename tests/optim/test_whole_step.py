@@ -20,20 +20,20 @@ from torch.utils._pytree import tree_leaves, tree_map
 from fsdp_compile.errors import ConfigError, RankFailedError
 from fsdp_compile.fsdp2.shards import shard_like
 from fsdp_compile.optim.flat_step import flat_step
-from fsdp_compile.optim.grad_scaler import GradScaler
+from fsdp_compile.optim.gradients import GradScaler
 from fsdp_compile.optim.owners import matrix_cost, shares_of
 from fsdp_compile.optim.whole_step import whole_step
 from fsdp_compile.state.full_params import full_tensors
 from tests import long
 from tests.fsdp2.models import mesh_of
-from tests.optim.library_optimizers import Counting, Lamb, Shampoo, Soap, with_gradients
+from tests.optim.library_optimizers import Counting, Lamb, Listing, Mixed, Shampoo, Soap
 from tests.ranks import on_ranks, run_ranks
 from tests.two_sides import local, whole
 
-_Make = Callable[[Iterable[Any]], optim.Optimizer]
+Side = tuple[Any, Any]
+"""A model and its optimizer."""
 
-
-OPTIMIZERS: dict[str, _Make] = {
+OPTIMIZERS: dict[str, Callable[[Iterable[Any]], optim.Optimizer]] = {
     "Adafactor": lambda p: optim.Adafactor(p, lr=0.1, weight_decay=0.1),
     "Adafactor, foreach": lambda p: optim.Adafactor(p, lr=0.1, foreach=True),
     "Muon": lambda p: optim.Muon(p, lr=0.1),
@@ -41,10 +41,11 @@ OPTIMIZERS: dict[str, _Make] = {
     "Rprop": lambda p: optim.Rprop(p, lr=0.1),
     "of another library": Lamb,
     "counting in its groups": Counting,
+    "listing in its groups": Listing,
     "Shampoo": Shampoo,
     "SOAP": Soap,
 }
-NOT_OF_TORCH = ("of another library", "counting in its groups", "Shampoo", "SOAP")
+NOT_OF_TORCH = ("of another library", "counting in its groups", "listing in its groups", "Shampoo", "SOAP")
 ONLY_MATRICES = ("Muon", "Shampoo", "SOAP")
 
 
@@ -69,68 +70,6 @@ def _made(dtype: torch.dtype | None = None) -> Any:
     return _Model().to(dtype)
 
 
-def _trained_by(name: str, model: nn.Module) -> list[nn.Parameter]:
-    return [p for p in model.parameters() if p.requires_grad and (p.dim() == 2 or name not in ONLY_MATRICES)]
-
-
-def _set_gradients(model: nn.Module, seed: int, *, skip: str) -> None:
-    """The same full gradients, whatever the layout."""
-    torch.manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        gradient = torch.randn(parameter.shape, dtype=parameter.dtype)
-        if not parameter.requires_grad or name == skip:
-            parameter.grad = None
-        elif isinstance(parameter, DTensor):
-            parameter.grad = shard_like(gradient, parameter)
-        else:
-            parameter.grad = gradient
-
-
-def _check_bits(name: str, mesh: tuple[int, ...], dtype: torch.dtype | None = None) -> None:
-    """One parameter has no gradient in one step."""
-    reference = _made(dtype)
-    model = _sharded(mesh, dtype)
-    mine = whole_step(OPTIMIZERS[name](_trained_by(name, model)), per_parameter=name in NOT_OF_TORCH)
-    theirs = OPTIMIZERS[name](_trained_by(name, reference))
-    for seed in range(5):
-        for each, optimizer in ((model, mine), (reference, theirs)):
-            _set_gradients(each, seed, skip="down.weight" if seed == 1 else "")
-            optimizer.step()
-    found = dict(full_tensors(model))
-    for key, value in reference.state_dict().items():
-        assert torch.equal(found[key], value), key
-    for parameter, other in zip(model.parameters(), reference.parameters(), strict=True):
-        _assert_same_state(mine.state.get(parameter, {}), theirs.state.get(other, {}), other)
-
-
-def _assert_same_state(mine: dict[str, Any], theirs: dict[str, Any], parameter: torch.Tensor) -> None:
-    """And that all of it is sharded but numbers."""
-    assert mine.keys() == theirs.keys()
-    for key, expected in theirs.items():
-        for found, value in zip(tree_leaves(mine[key]), tree_leaves(expected), strict=True):
-            if isinstance(value, torch.Tensor):
-                assert isinstance(found, DTensor) == (value.dim() > 0 and key != "step" and parameter.dim() > 0), key
-                assert torch.equal(whole(found), value), key
-            else:
-                assert found == value, key
-
-
-@long.parametrize(
-    ("mesh", "names"),
-    [((2,), OPTIMIZERS), ((3,), OPTIMIZERS), ((4,), OPTIMIZERS), ((2, 2), OPTIMIZERS)],
-    always=[((2,), OPTIMIZERS)],
-)
-def test_values_and_state_are_those_of_one_process(mesh: tuple[int, ...], names: Iterable[str]) -> None:
-    run_ranks(_check_all_bits, list(names), mesh, world_size=torch.Size(mesh).numel())
-
-
-def _check_all_bits(names: list[str], mesh: tuple[int, ...]) -> None:
-    for name in names:
-        _check_bits(name, mesh)
-        if name in ("Adafactor", "Muon"):
-            _check_bits(name, mesh, torch.bfloat16)
-
-
 def _sharded(mesh: tuple[int, ...] = (2,), dtype: torch.dtype | None = None) -> Any:
     model = _made(dtype)
     for layer in (model.up, model.wide):
@@ -138,53 +77,125 @@ def _sharded(mesh: tuple[int, ...] = (2,), dtype: torch.dtype | None = None) -> 
     return fully_shard(model, mesh=mesh_of(mesh), ignored_params={model.scale})
 
 
+def _trained(model: nn.Module, name: str = "") -> list[nn.Parameter]:
+    """What an optimizer of this name trains."""
+    return [p for p in model.parameters() if p.requires_grad and (p.dim() == 2 or name not in ONLY_MATRICES)]
+
+
+def _optimized(model: Any, name: str = "Adafactor") -> Side:
+    """A model that is sharded, with an optimizer that sees whole parameters."""
+    optimizer = OPTIMIZERS[name](_trained(model, name))
+    return model, whole_step(optimizer, per_parameter=name in NOT_OF_TORCH)
+
+
+def _pair(name: str = "Adafactor", mesh: tuple[int, ...] = (2,), dtype: torch.dtype | None = None) -> tuple[Side, Side]:
+    """A sharded model and a plain one."""
+    reference = _made(dtype)
+    return _optimized(_sharded(mesh, dtype), name), (reference, OPTIMIZERS[name](_trained(reference, name)))
+
+
+def _set_gradients(model: nn.Module, seed: int, *, skip: str = "") -> None:
+    """The same full gradients, whatever the layout."""
+    torch.manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        gradient = torch.randn(parameter.shape, dtype=parameter.dtype)
+        if not parameter.requires_grad or name == skip:
+            parameter.grad = None
+        else:
+            parameter.grad = shard_like(gradient, parameter) if isinstance(parameter, DTensor) else gradient
+
+
+def _step(*sides: Side, steps: int = 1, skip: dict[int, str] | None = None) -> None:
+    """Steps of each side by the same gradients, of which those in `skip` are missing."""
+    for seed in range(steps):
+        for model, optimizer in sides:
+            _set_gradients(model, seed, skip=(skip or {}).get(seed, ""))
+            optimizer.step()
+
+
+def _assert_equal(model: nn.Module, reference: nn.Module) -> None:
+    found = dict(full_tensors(model))
+    for key, value in full_tensors(reference):
+        assert torch.equal(found[key], value), key
+
+
+def _updated(optimizer: optim.Optimizer) -> list[torch.Tensor]:
+    """What the optimizer updates on this rank from now on, in a list that grows."""
+    found: list[torch.Tensor] = []
+    optimizer.register_step_post_hook(
+        lambda each, *_: found.extend(p for group in each.param_groups for p in group["params"])
+    )
+    return found
+
+
+def _fail(*_: Any) -> None:
+    raise KeyError("no such thing")
+
+
+def _check_bits(name: str, mesh: tuple[int, ...], dtype: torch.dtype | None = None) -> None:
+    """One parameter has no gradient in one step; all of the state is sharded but numbers."""
+    (model, mine), (reference, theirs) = _pair(name, mesh, dtype)
+    _step((model, mine), (reference, theirs), steps=5, skip={1: "down.weight"})
+    _assert_equal(model, reference)
+    for parameter, other in zip(model.parameters(), reference.parameters(), strict=True):
+        own, wanted = mine.state.get(parameter, {}), theirs.state.get(other, {})
+        assert own.keys() == wanted.keys()
+        for key, expected in wanted.items():
+            for found, value in zip(tree_leaves(own[key]), tree_leaves(expected), strict=True):
+                if isinstance(value, torch.Tensor):
+                    assert isinstance(found, DTensor) == (value.dim() > 0 and key != "step" and other.dim() > 0), key
+                    assert torch.equal(whole(found), value), key
+                else:
+                    assert found == value, key
+    if name == "listing in its groups":
+        assert mine.param_groups[0]["history"] == [1] * 5
+
+
+def _check_all_bits(mesh: tuple[int, ...]) -> None:
+    for name in OPTIMIZERS:
+        _check_bits(name, mesh)
+        if name in ("Adafactor", "Muon"):
+            _check_bits(name, mesh, torch.bfloat16)
+
+
+@long.parametrize("mesh", [(2,), (3,), (4,), (2, 2)], always=[(2,)])
+def test_values_and_state_are_those_of_one_process(mesh: tuple[int, ...]) -> None:
+    run_ranks(_check_all_bits, mesh, world_size=torch.Size(mesh).numel())
+
+
 @on_ranks()
 def test_training_equals_one_process() -> None:
     """With a schedule, a frozen parameter, and one that is not sharded."""
     model, reference = _sharded(), _made()
-    model.up.bias.requires_grad_(requires_grad=False)
-    reference.up.bias.requires_grad_(requires_grad=False)
-    steps = []
     for each in (model, reference):
-        groups: list[Any] = [{"params": [each.scale], "lr": 0.2}, {"params": _trained_by("Muon", each)}]
+        each.up.bias.requires_grad_(requires_grad=False)
+        groups: list[Any] = [{"params": [each.scale], "lr": 0.2}, {"params": _trained(each, "Muon")}]
         optimizer = optim.Adafactor(groups, lr=0.1)
-        steps.append((optimizer, optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)))
-    whole_step(steps[0][0])
-    for seed in range(3):
-        batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))  # the same on all ranks
-        for run, (optimizer, schedule) in zip((model, reference), steps, strict=True):
-            run(batch).square().mean().backward()
+        schedule = optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        if each is model:
+            whole_step(optimizer)
+        for seed in range(3):
+            batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))  # the same on all ranks
+            each(batch).square().mean().backward()
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-    assert all(isinstance(p, DTensor) for p in optimizer_params(steps[0][0]) if p.dim())
     for key, value in full_tensors(model):
         torch.testing.assert_close(value, reference.state_dict()[key], rtol=1e-4, atol=1e-5, msg=key)
-
-
-def optimizer_params(optimizer: optim.Optimizer) -> list[torch.Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 @pytest.mark.parametrize("full", [False, True])
 @on_ranks()
 def test_state_is_saved_and_loaded(*, full: bool) -> None:
     """As it is, or as full tensors, which the state of a single process has."""
-    model = _sharded()
-    optimizer = whole_step(optim.Adafactor(_trained_by("", model), lr=0.1))
-    resumed_model = _sharded()
-    _set_gradients(model, 0, skip="")
-    optimizer.step()
-    resumed_model.load_state_dict(model.state_dict())
-    resumed = whole_step(optim.Adafactor(_trained_by("", resumed_model), lr=0.1))
+    model, optimizer = _optimized(_sharded())
+    _step((model, optimizer))
+    again, resumed = _optimized(_sharded())
+    again.load_state_dict(model.state_dict())
     state = copy.deepcopy(optimizer.state_dict())
     resumed.load_state_dict(tree_map(whole, state) if full else state)
-    for each, own in ((model, optimizer), (resumed_model, resumed)):
-        _set_gradients(each, 1, skip="")
-        own.step()
-    found = dict(full_tensors(resumed_model))
-    for key, value in full_tensors(model):
-        assert torch.equal(found[key], value), key
+    _step((model, optimizer), (again, resumed))
+    _assert_equal(again, model)
 
 
 def test_what_is_not_known_to_update_parameters_one_by_one_is_refused() -> None:
@@ -198,52 +209,45 @@ def test_what_is_not_known_to_update_parameters_one_by_one_is_refused() -> None:
 
 
 @on_ranks()
-def test_groups_count_a_step_once_and_what_differs_by_parameter_is_refused() -> None:
+def test_groups_count_a_step_once() -> None:
     """Two groups: one of a sharded parameter and one that is not, and one of sharded parameters alone."""
-    runs = []
-    for is_sharded in (True, False):
-        model = _made()
-        if is_sharded:
-            fully_shard(model, ignored_params={model.scale})
-        groups: list[Any] = [{"params": [model.scale, model.up.weight]}, {"params": [model.up.bias, model.down.weight]}]
-        count = torch.zeros(())
-        optimizer = Counting([{**group, "count": count.clone()} for group in groups])
+    model, reference = _sharded(), _made()
+    for each in (model, reference):
+        groups: list[Any] = [{"params": [each.scale, each.up.weight]}, {"params": [each.up.bias, each.down.weight]}]
+        optimizer = Counting([{**group, "count": torch.zeros(())} for group in groups])
         held = [group["count"] for group in optimizer.param_groups]
-        if is_sharded:
+        if each is model:
             whole_step(optimizer, per_parameter=True)
-        for seed in range(3):
-            _set_gradients(model, seed, skip="")
-            optimizer.step()
-        assert [each.item() for each in held] == [3, 3]
-        assert all(group["count"] is each for group, each in zip(optimizer.param_groups, held, strict=True))
+        _step((each, optimizer), steps=3)
+        assert [count.item() for count in held] == [3, 3]
+        assert all(group["count"] is count for group, count in zip(optimizer.param_groups, held, strict=True))
         assert [group["steps"] for group in optimizer.param_groups] == [3, 3]
-        runs.append(dict(full_tensors(model)))
-    for key, value in runs[0].items():
-        assert torch.equal(value, runs[1][key]), key
+    _assert_equal(model, reference)
+
+
+@on_ranks()
+def test_groups_that_depend_on_several_parameters_are_refused() -> None:
     model = _sharded()
-    _set_gradients(model, 0, skip="")
-    several = whole_step(Counting(_trained_by("", model), elements=True), per_parameter=True)
-    with pytest.raises(
-        ConfigError, match=r"Counting writes 'count' into its group(.|\n)*depends only on that parameter"
-    ):
-        several.step()
+    by_parameter = whole_step(Counting(_trained(model), elements=True), per_parameter=True)
+    several = r"Counting writes 'count' into its group(.|\n)*depends only on that parameter"
+    with pytest.raises(ConfigError, match=several):
+        _step((model, by_parameter))
+    by_group = whole_step(Counting([{"params": [p]} for p in _trained(model, "Muon")]), per_parameter=True)
+    with pytest.raises(ConfigError, match="writes into 'count', one tensor of several groups"):
+        _step((model, by_group))
 
 
 @on_ranks()
 def test_each_matrix_is_updated_once_in_the_world_and_what_is_not_sharded_on_each_rank() -> None:
-    model = _sharded()
-    optimizer = whole_step(optim.Adafactor(_trained_by("", model), lr=0.1))
-    updated: list[Any] = []
-    optimizer.register_step_post_hook(lambda each, *_: updated.extend(optimizer_params(each)))
-    for seed in range(2):
-        _set_gradients(model, seed, skip="")
-        optimizer.step()
-    sharded = [p for p in _trained_by("", model) if isinstance(p, DTensor)]
+    model, optimizer = _optimized(_sharded())
+    updated = _updated(optimizer)
+    _step((model, optimizer), steps=2)
+    sharded = [p for p in _trained(model) if isinstance(p, DTensor)]
+    assert sum(p is model.scale for p in updated) == 2
     count = torch.tensor([len(updated) - 2])  # without the one that is not sharded
     assert count < 2 * len(sharded)
     dist.all_reduce(count)
     assert count == 2 * len(sharded)
-    assert sum(p is model.scale for p in updated) == 2
 
 
 def test_owners_take_about_as_long() -> None:
@@ -264,68 +268,30 @@ def test_owners_take_about_as_long() -> None:
 def test_costs_divide_parameters() -> None:
     """One that costs more than all others has a rank for itself."""
     model = _sharded()
-    matrices = _trained_by("Muon", model)
-    optimizer = whole_step(optim.Muon(matrices, lr=0.1), cost=lambda shape: 100.0 if shape == (2, 13) else 1.0)
-    updated: list[torch.Size] = []
-    optimizer.register_step_post_hook(lambda each, *_: updated.extend(p.shape for p in optimizer_params(each)))
-    _set_gradients(model, 0, skip="")
-    optimizer.step()
-    own = [torch.Size((2, 13))]
-    assert updated == own if own[0] in updated else len(updated) == len(matrices) - 1
-
-
-class _Listing(Counting):
-    """Counts its steps in a list of its group."""
-
-    @torch.no_grad()
-    def step(self, _closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            group.setdefault("history", []).append(1)
-        for group, parameter, _ in with_gradients(self):
-            parameter.sub_(parameter.grad, alpha=group["lr"] / len(group["history"]))
-
-
-@on_ranks()
-def test_lists_in_groups_count_once_and_tensors_of_several_groups_are_refused() -> None:
-    model, reference = _sharded(), _made()
-    mine = whole_step(_Listing(_trained_by("", model)), per_parameter=True)
-    theirs = _Listing(_trained_by("", reference))
-    for seed in range(3):
-        for each, optimizer in ((model, mine), (reference, theirs)):
-            _set_gradients(each, seed, skip="")
-            optimizer.step()
-    assert mine.param_groups[0]["history"] == [1, 1, 1]
-    for key, value in full_tensors(model):
-        assert torch.equal(value, reference.state_dict()[key]), key
-    groups: list[Any] = [{"params": [p]} for p in _trained_by("Muon", model)]
-    several = whole_step(Counting(groups), per_parameter=True)
-    _set_gradients(model, 0, skip="")
-    with pytest.raises(ConfigError, match="writes into 'count', one tensor of several groups"):
-        several.step()
+    matrices, own = _trained(model, "Muon"), torch.Size((2, 13))
+    optimizer = whole_step(optim.Muon(matrices, lr=0.1), cost=lambda shape: 100.0 if shape == own else 1.0)
+    updated = _updated(optimizer)
+    _step((model, optimizer))
+    shapes = [p.shape for p in updated]
+    assert shapes == [own] if own in shapes else len(shapes) == len(matrices) - 1
 
 
 def _on_two_meshes(*, fails: bool) -> None:
     """Ranks 2 and 3 do not train what they have on the smaller mesh."""
-    mesh = mesh_of((2, 2))
     torch.manual_seed(0)
     model: Any = nn.ModuleDict({"part": nn.Linear(6, 8, bias=False), "rest": nn.Linear(6, 8, bias=False)})
     reference = copy.deepcopy(model)
-    fully_shard(model["part"], mesh=mesh["shard"])
+    fully_shard(model["part"], mesh=mesh_of((2, 2))["shard"])
     fully_shard(model["rest"])
-    optimizer = whole_step(optim.Adafactor(model.parameters(), lr=0.1))
-    plain = optim.Adafactor(reference.parameters(), lr=0.1)
-    for each in (model, reference):
-        _set_gradients(each, 0, skip="part.weight" if dist.get_rank() > 1 else "")
-    if fails and dist.get_rank() == 0:
-        optimizer.register_step_pre_hook(_fail)
+    optimizer, skip = _optimized(model)[1], {0: "part.weight" if dist.get_rank() > 1 else ""}
     if fails:
+        if dist.get_rank() == 0:
+            optimizer.register_step_pre_hook(_fail)
         with pytest.raises(KeyError if dist.get_rank() == 0 else RankFailedError, match="no such thing"):
-            optimizer.step()
+            _step((model, optimizer), skip=skip)
         return
-    optimizer.step()
-    plain.step()
-    for key, value in full_tensors(model):
-        assert torch.equal(value, reference.state_dict()[key]), key
+    _step((model, optimizer), (reference, OPTIMIZERS["Adafactor"](reference.parameters())), skip=skip)
+    _assert_equal(model, reference)
 
 
 @pytest.mark.long
@@ -336,153 +302,83 @@ def test_two_meshes_of_which_ranks_train_different_parts(*, fails: bool) -> None
 
 @on_ranks()
 def test_ranks_that_list_parameters_in_other_orders() -> None:
-    model, reference = _sharded(), _made()
-    parameters = _trained_by("", model)
-    mine = whole_step(optim.Adafactor(parameters[:: -1 if dist.get_rank() else 1], lr=0.1))
-    theirs = optim.Adafactor(_trained_by("", reference), lr=0.1)
-    for seed in range(2):
-        for each, optimizer in ((model, mine), (reference, theirs)):
-            _set_gradients(each, seed, skip="")
-            optimizer.step()
-    for key, value in full_tensors(model):
-        assert torch.equal(value, reference.state_dict()[key]), key
-
-
-class _Mixed(Lamb):
-    """Looks at norms in one group, and adds gradients in the other."""
-
-    @torch.no_grad()
-    def step(self, _closure: Any = None) -> None:  # type: ignore[override]
-        groups = self.param_groups
-        for group in groups:
-            if group["plain"]:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        seen = self.state[parameter].setdefault("sum", torch.zeros_like(parameter))
-                        parameter.sub_(seen.add_(parameter.grad), alpha=group["lr"])
-        self.param_groups = [group for group in groups if not group["plain"]]
-        super().step()
-        self.param_groups = groups
+    (model, _), theirs = _pair()
+    optimizer = whole_step(OPTIMIZERS["Adafactor"](_trained(model)[:: -1 if dist.get_rank() else 1]))
+    _step((model, optimizer), theirs, steps=2)
+    _assert_equal(model, theirs[0])
 
 
 @on_ranks()
 def test_a_scaler_leaves_out_a_step_whose_gradients_are_not_finite() -> None:
-    model, reference = _sharded(), _made()
-    steps = []
-    for each in (model, reference):
-        made = optim.Adafactor(_trained_by("", each), lr=0.1)
+    sides = _pair()
+    for model, optimizer in sides:
         scaler = GradScaler("cpu", init_scale=4.0)
-        steps.append((each, made if each is reference else whole_step(made), scaler))
-    for seed in range(3):
-        for each, optimizer, scaler in steps:
-            _set_gradients(each, seed, skip="")
+        for seed in range(3):
+            _set_gradients(model, seed)
             scaler.scale(torch.ones(()))
             if seed == 1:
-                for parameter in _trained_by("", each):
+                for parameter in _trained(model):
                     local(parameter.grad).fill_(torch.inf)
             scaler.step(optimizer)
             scaler.update()
-    assert steps[0][2].get_scale() == steps[1][2].get_scale() == 2.0
-    for key, value in full_tensors(model):
-        assert torch.equal(value, reference.state_dict()[key]), key
+        assert scaler.get_scale() == 2.0
+    _assert_equal(sides[0][0], sides[1][0])
 
 
 @on_ranks()
 def test_elementwise_groups_are_updated_on_shards() -> None:
-    runs = []
-    shapes: list[torch.Size] = []
-    for is_sharded in (True, False):
-        model = _sharded() if is_sharded else _made()
-        matrices = [p for p in _trained_by("", model) if p.dim() == 2]
-        others = [p for p in _trained_by("", model) if p.dim() != 2]
-        optimizer: Any = _Mixed([{"params": matrices, "plain": False}, {"params": others, "plain": True}])
-        if is_sharded:
+    model, reference = _sharded(), _made()
+    for each in (model, reference):
+        groups = [{"params": _trained(each, "Muon"), "plain": False}]
+        groups += [{"params": [p for p in _trained(each) if p.dim() != 2], "plain": True}]
+        optimizer = Mixed(groups)
+        if each is model:
             whole_step(optimizer, per_parameter=True, elementwise=lambda group: group["plain"])
-            optimizer.register_step_post_hook(lambda each, *_: shapes.extend(p.shape for p in optimizer_params(each)))
-        for seed in range(3):
-            _set_gradients(model, seed, skip="")
-            optimizer.step()
-        if is_sharded:
-            assert model.up.bias.shape not in shapes
+            updated = _updated(optimizer)
+        _step((each, optimizer), steps=3)
+        if each is model:
+            assert all(p.shape != model.up.bias.shape for p in updated)
             assert isinstance(optimizer.state[model.up.bias]["sum"], DTensor)
-        runs.append(dict(full_tensors(model)) if is_sharded else model.state_dict())
-    for key, value in runs[1].items():
-        assert torch.equal(runs[0][key], value), key
+    _assert_equal(model, reference)
 
 
 @on_ranks()
-def test_an_update_that_fails_on_one_rank_is_an_error_on_all() -> None:
+def test_an_update_that_fails_on_one_rank_is_an_error_on_all_and_leaves_the_optimizer_as_it_was() -> None:
     model = _sharded()
-    optimizer = whole_step(optim.Muon(_trained_by("Muon", model), lr=0.1))
-    if dist.get_rank() == 1:
-        optimizer.register_step_pre_hook(_fail)
-    _set_gradients(model, 0, skip="")
-    if dist.get_rank() == 1:
-        with pytest.raises(KeyError, match="no such thing"):
-            optimizer.step()
-    else:
-        with pytest.raises(RankFailedError, match=r"rank 1 failed in its update: KeyError: .*no such thing"):
-            optimizer.step()
-
-
-@on_ranks()
-def test_an_error_leaves_the_optimizer_as_it_was() -> None:
-    model = _sharded()
-    optimizer = optim.Muon(_trained_by("Muon", model), lr=0.1)
+    optimizer = OPTIMIZERS["Muon"](_trained(model, "Muon"))
     groups, given, state = optimizer.param_groups, optimizer.param_groups[0]["params"], optimizer.state
     whole_step(optimizer)
-    optimizer.register_step_pre_hook(_fail)
-    _set_gradients(model, 0, skip="")
-    with pytest.raises(KeyError):
-        optimizer.step()
+    if dist.get_rank() == 1:
+        optimizer.register_step_pre_hook(_fail)
+        refused: Any = pytest.raises(KeyError, match="no such thing")
+    else:
+        refused = pytest.raises(RankFailedError, match=r"rank 1 failed in its update: KeyError: .*no such thing")
+    with refused:
+        _step((model, optimizer))
     assert optimizer.param_groups is groups
     assert optimizer.param_groups[0]["params"] is given
     assert optimizer.state is state
 
 
-def _fail(*_: Any) -> None:
-    raise KeyError("no such thing")
-
-
-def _save(folder: str) -> dict[str, torch.Tensor]:
-    """Two steps, a save, and a third one."""
-    model, optimizer = _resumable()
-    for seed in range(2):
-        _set_gradients(model, seed, skip="")
-        optimizer.step()
-    dcp.save(
-        {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder
-    )
-    return _next(model, optimizer)
-
-
-def _load(folder: str) -> dict[str, torch.Tensor]:
-    model, optimizer = _resumable()
+def _resumed(folder: str, *, saves: bool) -> dict[str, torch.Tensor]:
+    """The values after three steps: with a save after two of them, or with a load in their place."""
+    model, optimizer = _optimized(_sharded((dist.get_world_size(),)), "Shampoo")
+    if saves:
+        _step((model, optimizer), steps=2)
     state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
-    dcp.load(state, checkpoint_id=folder)
-    set_optimizer_state_dict(model, optimizer, state["optimizer"])
-    return _next(model, optimizer)
-
-
-def _resumable() -> tuple[Any, Any]:
-    model = _made()
-    for layer in (model.up, model.wide):
-        fully_shard(layer)
-    fully_shard(model, ignored_params={model.scale})
-    matrices = [p for p in model.parameters() if p.requires_grad and p.dim() == 2]
-    return model, whole_step(Shampoo(matrices), per_parameter=True)
-
-
-def _next(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
-    _set_gradients(model, 2, skip="")
-    optimizer.step()
+    if saves:
+        dcp.save(state, checkpoint_id=folder)
+    else:
+        dcp.load(state, checkpoint_id=folder)
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    _step((model, optimizer))
     return {key: value.clone() for key, value in full_tensors(model)}
 
 
 @pytest.mark.long
 def test_state_of_any_shape_is_resumed_on_other_numbers_of_ranks(tmp_path: Path) -> None:
-    expected = run_ranks(_save, str(tmp_path), world_size=4)[0]
+    expected = run_ranks(_resumed, str(tmp_path), world_size=4, saves=True)[0]
     for ranks in (2, 3):
-        found = run_ranks(_load, str(tmp_path), world_size=ranks)[0]
+        found = run_ranks(_resumed, str(tmp_path), world_size=ranks, saves=False)[0]
         for key, value in expected.items():
             assert torch.equal(found[key], value), key

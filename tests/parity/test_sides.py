@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import pytest
@@ -25,50 +25,37 @@ from tests.ranks import on_ranks, run_ranks
 _BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 
-def _gradients(model: nn.Module) -> list[torch.Tensor]:
-    """Of two forwards with a backward each."""
-    cast = CastParameters(model, _BF16)
-    for step in range(2):
-        cast(make_batch(step)).float().square().mean().backward()
-    gradients = [p.grad for p in model.parameters()]
-    assert all(g is not None for g in gradients)
-    return [g for g in gradients if g is not None]
-
-
-def _seeded(model: str, *, recompute: bool) -> nn.Module:
-    torch.manual_seed(0)
-    return MODELS[model](recompute=recompute)
-
-
-@pytest.mark.core
-@pytest.mark.parametrize("model", ["plain", "tied", "repeated"])
-def test_recomputation_reads_the_same_cast_parameters(model: str) -> None:
-    kept = _gradients(_seeded(model, recompute=False))
-    again = _gradients(_seeded(model, recompute=True))
-    assert {g.dtype for g in again} == {torch.float32}
-    assert all(torch.equal(a, b) for a, b in zip(again, kept, strict=True))
-
-
 class _Reentrant(nn.Module):
     """Backward runs through the recomputed graph itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, recompute: bool) -> None:
         super().__init__()
         self.first = nn.Linear(16, 16)
         self.second = nn.Linear(16, 3)
-        self.recompute = True
+        self.recompute = recompute
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
         return checkpoint(self.second, x, use_reentrant=True) if self.recompute else self.second(x)
 
 
-def test_reentrant_recomputation_reaches_the_parameters() -> None:
-    torch.manual_seed(0)
-    again, kept = _Reentrant(), _Reentrant()
-    kept.load_state_dict(again.state_dict())
-    kept.recompute = False
-    assert all(torch.equal(a, b) for a, b in zip(_gradients(again), _gradients(kept), strict=True))
+@pytest.mark.core
+@pytest.mark.parametrize(
+    "make", [MODELS["plain"], MODELS["tied"], MODELS["repeated"], _Reentrant], ids=lambda make: make.__name__
+)
+def test_recomputation_reads_the_same_cast_parameters(make: Callable[..., nn.Module]) -> None:
+    found = []
+    for recompute in (True, False):
+        torch.manual_seed(0)
+        model = make(recompute=recompute)
+        cast = CastParameters(model, _BF16)
+        for step in range(2):
+            cast(make_batch(step)).float().square().mean().backward()
+        found.append([p.grad for p in model.parameters()])
+    for again, kept in zip(*found, strict=True):
+        assert again is not None
+        assert again.dtype == torch.float32
+        assert torch.equal(again, kept)
 
 
 class _Pair(NamedTuple):
@@ -99,23 +86,8 @@ def _shard_in_bfloat16(model: nn.Module, fully_shard: Any) -> None:
     fully_shard(model, mp_policy=_BF16)
 
 
-_LOOSE: dict[str, Any] = {"level": Level.TOLERANCE, "options": {"lower": "eager"}}
-_CASES = {
-    "a reduction in bfloat16": _experiment(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)),
-    "inputs are not cast": _experiment(mp_policy=MixedPrecisionPolicy(torch.bfloat16, cast_forward_inputs=False)),
-    "prepared in bfloat16": _experiment(reference=Reference.SINGLE, prepare=_shard_in_bfloat16, **_LOOSE),
-}
-
-
-def _exceeding(experiments: list[Experiment]) -> list[set[str]]:
-    """What of the first step exceeds the level of each."""
-    found = [[d for d in train_both(each) if d.exceeds and d.step == 0] for each in experiments]
-    return [{f"{difference.quantity.value} of {difference.name}" for difference in each} for each in found]
-
-
-def test_the_policy_and_the_batch_reach_the_reference() -> None:
-    found = run_ranks(_exceeding, list(_CASES.values()))[0]
-    assert dict(zip(_CASES, found, strict=True)) == {name: set() for name in _CASES}
+def _drawn(_step: int) -> _Pair:
+    return _Pair(torch.randn(8, 16), torch.randn(8, 8))
 
 
 class _Normed(nn.Module):
@@ -142,37 +114,37 @@ def _counting(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return _Counting(parameters, lr=0.1)
 
 
-_BUFFERS = {f"buffer of norm.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")}
+_LOOSE: dict[str, Any] = {"level": Level.TOLERANCE, "options": {"lower": "eager"}}
 _NORMED: dict[str, Any] = {"make_model": _Normed, "make_batch": make_batch}
+_BUFFERS = {f"buffer of norm.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")}
+_NUMBERS = {f"optimizer state of layer.{name}.moved" for name in ("weight", "bias")}
+_BF16_REDUCTION = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+_NO_CAST = MixedPrecisionPolicy(torch.bfloat16, cast_forward_inputs=False)
+CASES = {
+    "a reduction in bfloat16": _experiment(mp_policy=_BF16_REDUCTION, steps=1),
+    "inputs are not cast": _experiment(mp_policy=_NO_CAST, steps=1),
+    "prepared in bfloat16": _experiment(reference=Reference.SINGLE, prepare=_shard_in_bfloat16, steps=1, **_LOOSE),
+    "a batch that each rank draws": _experiment(make_batch=_drawn, reference=Reference.SINGLE, **_LOOSE),
+    "buffers of FSDP2": _experiment(**_NORMED, reference=Reference.FSDP2),
+    "buffers of FSDP1": _experiment(**_NORMED),
+    "buffers within bounds": _experiment(**_NORMED | _LOOSE, reference=Reference.FSDP2),
+    "numbers of an optimizer": _experiment(reference=Reference.SINGLE, optimizer=_counting, **_LOOSE),
+}
+DIFFERENT: dict[str, tuple[set[str], set[str]]] = {
+    "buffers of FSDP2": (_BUFFERS, _BUFFERS),
+    "buffers of FSDP1": (_BUFFERS, _BUFFERS),
+    "buffers within bounds": (_BUFFERS, set()),
+    "numbers of an optimizer": (_NUMBERS, _NUMBERS),
+}
+"""Which of the buffers and numbers of an experiment differ, and what exceeds its level, if anything does."""
 
 
-def test_buffers_and_numbers_of_optimizers_are_compared() -> None:
-    cases = {
-        "wrapped by FSDP2": _experiment(**_NORMED, reference=Reference.FSDP2),
-        "wrapped by FSDP1": _experiment(**_NORMED),
-        "within bounds": _experiment(**_NORMED | _LOOSE, reference=Reference.FSDP2),
-        "numbers": _experiment(reference=Reference.SINGLE, **_LOOSE | {"optimizer": _counting}),
-    }
-    differ, exceed = run_ranks(_differing, list(cases.values()))[0]
-    numbers = {"optimizer state of layer.weight.moved", "optimizer state of layer.bias.moved"}
-    assert [each & (_BUFFERS | numbers) for each in differ] == [_BUFFERS, _BUFFERS, _BUFFERS, numbers]
-    assert exceed == [_BUFFERS, _BUFFERS, set(), numbers]
-
-
-def _differing(experiments: list[Experiment]) -> tuple[list[set[str]], list[set[str]]]:
-    """What of each differs at all, and what exceeds its level."""
-    found = [train_both(each) for each in experiments]
-    differ = [{f"{d.quantity.value} of {d.name}" for d in each if d.different} for each in found]
-    return differ, [{f"{d.quantity.value} of {d.name}" for d in each if d.exceeds} for each in found]
-
-
-def _drawn(_step: int) -> _Pair:
-    return _Pair(torch.randn(8, 16), torch.randn(8, 8))
-
-
-def test_a_batch_that_is_drawn_is_the_same_one_on_each_rank() -> None:
-    experiment = _experiment(make_batch=_drawn, reference=Reference.SINGLE, **_LOOSE)
-    assert run_ranks(_differing, [experiment])[0][1] == [set()]
+@pytest.mark.parametrize("name", CASES)
+def test_policies_and_batches_reach_both_sides_and_everything_is_compared(name: str) -> None:
+    found = run_ranks(train_both, CASES[name])[0]
+    named = [(f"{d.quantity.value} of {d.name}", d) for d in found]
+    differing = {text for text, d in named if d.different} & (_BUFFERS | _NUMBERS)
+    assert (differing, {text for text, d in named if d.exceeds}) == DIFFERENT.get(name, (set(), set()))
 
 
 @on_ranks(world_size=4)
@@ -183,20 +155,16 @@ def test_groups_of_replicas_wait_no_longer_than_the_world() -> None:
     assert world == replicas == shards
 
 
-def test_a_value_that_is_nan_on_one_side_alone_exceeds_every_bound() -> None:
-    difference = compare(Quantity.LOSS, "loss", 0, torch.tensor([1.0, math.nan]), torch.tensor([1.0, 2.0]))
-    assert (difference.absolute, difference.different) == (math.inf, 1)
+@pytest.mark.parametrize("one", [torch.tensor([1.0, math.nan]), torch.ones(2, dtype=torch.bfloat16), torch.ones(3)])
+def test_what_cannot_be_compared_exceeds_every_bound(one: torch.Tensor) -> None:
+    difference = compare(Quantity.LOSS, "loss", 0, one, torch.tensor([1.0, 2.0]))
+    assert difference.absolute == math.inf
     assert dataclasses.replace(difference, bound=1e9).exceeds
 
 
 def test_nan_on_both_sides_is_no_difference() -> None:
     both = torch.tensor([math.nan, 1.0])
     assert compare(Quantity.LOSS, "loss", 0, both, both.clone()).different == 0
-
-
-def test_tensors_of_different_dtypes_cannot_be_compared() -> None:
-    difference = compare(Quantity.PARAMETER, "w", 0, torch.ones(2), torch.ones(2, dtype=torch.bfloat16))
-    assert dataclasses.replace(difference, bound=1e9).exceeds
 
 
 def test_the_parts_of_complex_numbers_are_compared_each() -> None:

@@ -8,18 +8,9 @@ import torch
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
-from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.integrations.programs import llama
 from tests.integrations.programs.report import report, run
-
-
-def _model(*, tied: bool) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, tie_word_embeddings=tied, use_cache=False,
-    )  # fmt: skip
-    return LlamaForCausalLM(config)
 
 
 def _train(accelerator: Accelerator, called: Any, model: Any, optimizer: Any, batches: list[Any]) -> list[Any]:
@@ -56,7 +47,8 @@ def main(how: str, mixed_precision: str, state_dict_type: str, tied: str) -> Non
         plugin.set_mixed_precision(mixed_precision)
     rows: Any = torch.randint(0, 64, (64, 16), generator=torch.Generator().manual_seed(1))
     loader: Any = torch.utils.data.DataLoader(rows, batch_size=4)
-    model: Any = _model(tied=tied == "tied")
+    torch.manual_seed(0)
+    model: Any = llama.model(tie_word_embeddings=tied == "tied", use_cache=False)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     called = model

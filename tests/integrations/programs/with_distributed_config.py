@@ -6,21 +6,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 from transformers.distributed import DistributedConfig
 
+from tests.integrations.programs import llama
 from tests.integrations.programs.report import report, run
 
 FOLDER = Path("a_small_llama")
-
-
-def _save() -> None:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(FOLDER)
 
 
 def main(how: str) -> None:
@@ -28,7 +20,8 @@ def main(how: str) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     if rank == 0:
-        _save()
+        torch.manual_seed(0)
+        llama.model().save_pretrained(FOLDER)
     dist.barrier()
     model = LlamaForCausalLM.from_pretrained(FOLDER, distributed_config=DistributedConfig(fsdp_size=2))
     model.train()

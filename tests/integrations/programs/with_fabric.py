@@ -22,14 +22,14 @@ from tests.integrations.programs.report import report, run
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
-def main(how: str, precision: Any, folder: str) -> None:
+def main(how: str, precision: Any) -> None:
     """Trains two epochs, with a checkpoint that is loaded between them; reports losses and gradient norms."""
     fabric: Any = Fabric(accelerator="cpu", devices=2, strategy="ddp", precision=precision)
     fabric.launch()
     torch.manual_seed(0)
     data = torch.utils.data.TensorDataset(torch.randn(64, 16), torch.randn(64, 4))
     loader = fabric.setup_dataloaders(torch.utils.data.DataLoader(data, batch_size=4))
-    file, found = f"{folder}/{how}.ckpt", []
+    file, found = f"{how}.ckpt", []
     for epoch in range(2):
         torch.manual_seed(epoch)  # the values of the second model are those of the checkpoint
         model: Any = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))

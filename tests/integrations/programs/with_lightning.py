@@ -17,24 +17,12 @@ import fsdp_compile
 from tests.integrations.programs.report import report, run
 
 
-class Net(nn.Module):
-    """A model of the user's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        projected: torch.Tensor = self.second(torch.tanh(self.first(x)))
-        return projected
-
-
 class Task(LightningModule):
     """Its training, as users of Lightning write it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = Net()
+        self.net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
         self.found: list[dict[str, float]] = []
 
     def training_step(self, batch: Any, _: int) -> torch.Tensor:

@@ -10,21 +10,17 @@ import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch.nn.parallel import DistributedDataParallel
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import fsdp_compile
+from tests.integrations.programs import llama
 from tests.integrations.programs.report import report, run
 
 
-def main(how: str, folder: str) -> None:
+def main(how: str) -> None:
     """Trains the adapters four steps, saves them and reports losses and the norms of the saved file."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2,
-    )  # fmt: skip
-    model = get_peft_model(LlamaForCausalLM(config), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    model = get_peft_model(llama.model(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
     called: Any = model
     if how == "fsdp":
         fsdp_compile.fully_shard(model)
@@ -45,8 +41,8 @@ def main(how: str, folder: str) -> None:
         found.append({"loss": mean.item() / dist.get_world_size()})
     with fsdp_compile.full_params(model, writeback=False, rank0_only=True, offload_to_cpu=True):
         if dist.get_rank() == 0:
-            model.save_pretrained(folder)
-            saved = load_file(Path(folder, "adapter_model.safetensors"))
+            model.save_pretrained(how)
+            saved = load_file(Path(how, "adapter_model.safetensors"))
             found.append({name: value.norm().item() for name, value in saved.items()})
     report(found)
 

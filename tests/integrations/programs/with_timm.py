@@ -49,7 +49,7 @@ def _evaluate(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> f
     return reduce_tensor(loss, dist.get_world_size()).item()
 
 
-def main(how: str, name: str, optimizer_name: str, clip_mode: str, folder: str) -> None:
+def main(how: str, name: str, optimizer_name: str, clip_mode: str) -> None:
     """Trains four steps and reports losses, learning rates, evaluations of both models, and norms of what is saved."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -92,7 +92,7 @@ def main(how: str, name: str, optimizer_name: str, clip_mode: str, folder: str) 
     for each in both:
         distribute_bn(each, dist.get_world_size(), reduce=True)
     found.append({"evaluated": _evaluate(both[0], images, labels), "averaged": _evaluate(both[1], images, labels)})
-    file = Path(folder, f"{how}.pt")
+    file = Path(f"{how}.pt")
     _save(task, optimizer, file)
     saved = torch.load(file)
     norms = [

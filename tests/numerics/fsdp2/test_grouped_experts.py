@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 import fsdp_compile
 from tests import long
-from tests.models.grouped_experts import VOCABULARY, Decoder, MixtureOfExperts, deepseek, mixtral
+from tests.models.grouped_experts import MixtureOfExperts, deepseek, mixtral
+from tests.models.tensor_parallel import VOCABULARY, Decoder
 from tests.ranks import run_ranks
 
 RANKS, STEPS = 4, 2

@@ -1,7 +1,7 @@
-"""`clip_grad_norm_`: one norm over sharded and plain gradients.
+"""The norm of sharded and plain gradients, and their scale: `clip_grad_norm_` and `GradScaler`.
 
-Each rank takes the norm of its part; sums of powers (or maxima) are reduced in one all-reduce per process group, and
-the coefficient is applied without a synchronization of the host.
+For the norm, each rank takes that of its part; sums of powers (or maxima) are reduced in one all-reduce per process
+group, and the coefficient is applied without a synchronization of the host.
 """
 
 from __future__ import annotations
@@ -10,16 +10,19 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
-from fsdp_compile._torch.tensors import by_device_and_dtype, foreach_mul_, foreach_norm
+from fsdp_compile._torch.tensors import by_device_and_dtype, foreach_mul_, foreach_norm, unscale_and_check
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2.shards import local_of
 from fsdp_compile.fsdp2.updates import refuse_whole_gradients
+from fsdp_compile.sharding.arguments import device_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,13 +51,7 @@ def spread_of(parameter: torch.Tensor) -> Spread:
         )
     mesh = parameter.device_mesh
     dims = [d for d, p in enumerate(parameter.placements) if not p.is_replicate() and mesh.size(d) > 1]
-    if not dims:
-        return Spread()
-    if mesh.device_type == "cpu":
-        device = torch.device("cpu")
-    else:
-        device = torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
-    return Spread(tuple(mesh.get_group(d) for d in dims), device)
+    return Spread(tuple(mesh.get_group(d) for d in dims), device_of(mesh)) if dims else Spread()
 
 
 _EPSILON = 1e-6  # torch's: a norm of zero divides nothing by zero
@@ -94,7 +91,8 @@ def clip_grad_norm_(
             where="clip_grad_norm_(norm_type=...)",
             instead="a positive number, or math.inf",
         )
-    parameters = _parameters(model_or_parameters)
+    given = model_or_parameters.parameters() if isinstance(model_or_parameters, nn.Module) else model_or_parameters
+    parameters = [given] if isinstance(given, torch.Tensor) else list(dict.fromkeys(given))
     refuse_whole_gradients(
         parameters,
         where="clip_grad_norm_()",
@@ -109,13 +107,6 @@ def clip_grad_norm_(
         foreach_mul_(same, coefficient.to(device=device, dtype=dtype.to_real()))
     dtypes = {g.dtype.to_real() for g in gradients} or {torch.float32}
     return total.to(functools.reduce(torch.promote_types, dtypes))
-
-
-def _parameters(given: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Parameters in their order, each once."""
-    if isinstance(given, nn.Module):
-        given = given.parameters()
-    return [given] if isinstance(given, torch.Tensor) else list(dict.fromkeys(given))
 
 
 def _total_norm(parameters: Sequence[torch.Tensor], p: float) -> torch.Tensor:
@@ -160,3 +151,58 @@ def _reduce(powers: dict[Spread, torch.Tensor], p: float) -> None:
         else:
             dist.all_reduce(parts, group=group)
         powers.update(zip(spreads, parts.unbind(), strict=True))
+
+
+class GradScaler(torch.amp.GradScaler):
+    """A `torch.amp.GradScaler` whose ranks agree on whether some gradient is infinite or nan.
+
+    torch's own scaler agrees if all parameters of an optimizer are sharded, and refuses a mix of sharded and plain
+    (ignored) ones. This one takes any mix: each rank checks its part, and one all-reduce makes all ranks take the step
+    or none, so that their scales stay equal. The host does not wait for it before `step`.
+
+    Args:
+        device: "cuda", "cpu" or another type of accelerator: where the loss is.
+        process_group: The ranks that step together; by default all of them.
+        kwargs: As for `torch.amp.GradScaler`: `init_scale`, `growth_interval` and so on.
+    """
+
+    def __init__(self, device: str = "cuda", *, process_group: dist.ProcessGroup | None = None, **kwargs: Any) -> None:
+        super().__init__(device, **kwargs)
+        self.process_group = process_group
+
+    def _unscale_grads_(
+        self,
+        optimizer: Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,  # noqa: FBT001
+    ) -> dict[torch.device, torch.Tensor]:
+        # The one place that torch's unscale_() and step(), of fused optimizers too, go through on 2.11 to 2.15.
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        refuse_whole_gradients(
+            parameters,
+            where="GradScaler with step_in_backward()",
+            instead="bfloat16, which needs no scaling; or flat_step(optimizer) in place of step_in_backward(optimizer)",
+        )
+        gradients = [_dense(p.grad) for p in parameters if p.grad is not None]
+        if not allow_fp16 and any(g.dtype == torch.float16 for g in gradients):
+            raise ValueError("gradients in float16 cannot be unscaled: keep parameters in float32, and compute in half")
+        agreed = found_inf.clone()
+        devices = {found_inf.device: agreed}
+        for (device, _), same in by_device_and_dtype([g for g in gradients if g.numel()]).items():
+            here = devices.setdefault(device, found_inf.to(device, copy=True))
+            unscale_and_check(same, here, inv_scale.to(device))
+        for other in list(devices.values())[1:]:
+            torch.maximum(agreed, other.to(agreed.device), out=agreed)
+        if dist.is_initialized():
+            dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self.process_group)
+        return {device: agreed.to(device) for device in devices}
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    """The memory that is to be unscaled: of a sparse gradient, its values."""
+    if gradient.is_sparse:
+        if gradient.dtype == torch.float16:
+            gradient = gradient.coalesce()  # sums of duplicates may overflow
+        return gradient._values()
+    return local_of(gradient)
