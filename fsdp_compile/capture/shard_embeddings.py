@@ -11,18 +11,16 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import fx
 from torch.nn import functional
 
+from fsdp_compile.capture.functions import READS
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.ir.queries import module_of
 from fsdp_compile.ir.source_line import source_line
 from fsdp_compile.layout.spec import GradPlacement, UnshardSpec, parse
 from fsdp_compile.ops.embedding import LOOK_UP
-from fsdp_compile.ops.unshard import UNSHARD
 
-_UNSHARD = (torch.ops.fsdp_compile.unshard, UNSHARD)
 _ARGUMENTS = inspect.signature(functional.embedding)
 
 
@@ -37,7 +35,7 @@ def shard_lookups(gm: fx.GraphModule) -> None:
         bound.apply_defaults()
         given = bound.arguments
         weight = given["weight"]
-        if not isinstance(weight, fx.Node) or weight.target not in _UNSHARD:
+        if not isinstance(weight, fx.Node) or weight.target not in READS:
             continue
         flat, text, *beside = weight.args
         spec = parse(str(text))
@@ -94,6 +92,6 @@ def _is_read_again(weight: fx.Node) -> bool:
     return any(
         user.target is not functional.embedding
         for read in flat.users
-        if read is not weight and read.target in _UNSHARD and read.args[1] == text
+        if read is not weight and read.target in READS and read.args[1] == text
         for user in read.users
     )

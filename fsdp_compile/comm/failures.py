@@ -24,6 +24,7 @@ import time
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
@@ -94,24 +95,20 @@ class AnsweringStore:
         return [*self.missing(keys[:middle]), *self.missing(keys[middle:])]
 
     def _ask(self, operation: Callable[[], T]) -> T:
-        answers: list[T] = []
-        errors: list[BaseException] = []
+        answer: Future[T] = Future()
 
         def run() -> None:
             try:
-                answers.append(operation())
+                answer.set_result(operation())
             except BaseException as error:
-                errors.append(error)
+                answer.set_exception(error)
 
         # A daemon: a process that ends does not wait for an operation that never does.
-        asking = threading.Thread(target=run, name="fsdp_compile store", daemon=True)
-        asking.start()
-        asking.join(self._seconds)
-        if asking.is_alive():
-            raise RuntimeError(f"no answer within {self._seconds:g} s")
-        if errors:
-            raise errors[0]
-        return answers[0]
+        threading.Thread(target=run, name="fsdp_compile store", daemon=True).start()
+        try:
+            return answer.result(self._seconds)
+        except TimeoutError:
+            raise RuntimeError(f"no answer within {self._seconds:g} s") from None
 
 
 def pauses(ranks: int) -> Iterator[float]:
@@ -198,23 +195,14 @@ def end_quickly() -> None:
 def continue_stopped_ranks() -> None:
     """Lets ranks that a signal has stopped go on, for this one ends: else their launcher waits for them, 30 s.
 
-    Without torch's launcher nothing is done: nobody would end them.
+    Without torch's launcher, whose children are the ranks, nothing is done: nobody would end them.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        for process in _stopped_children(os.getppid()):
-            with contextlib.suppress(ProcessLookupError):  # it was ended meanwhile
-                os.kill(process, signal.SIGCONT)
-
-
-def _stopped_children(parent: int) -> list[int]:
-    """The processes that a process has started and a signal has stopped; those of a launcher are its ranks."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # gone since the folder was listed
-            state, of = stat.read_text().rpartition(")")[2].split()[:2]
-            if state == "T" and int(of) == parent:
-                found.append(int(stat.parent.name))
-    return found
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):  # gone since the folder was listed, or ended meanwhile
+                state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+                if state == "T" and int(parent) == os.getppid():
+                    os.kill(int(stat.parent.name), signal.SIGCONT)
 
 
 def tell(error: BaseException) -> None:
@@ -288,8 +276,7 @@ def _is_of_communication(error: BaseException) -> bool:
 
 
 def _explain(error: RuntimeError, doing: str) -> RankFailedError:
-    where = f"rank {dist.get_rank()}, {doing}"
-    said = str(error).strip().splitlines()[0]
+    where, said = f"rank {dist.get_rank()}, {doing}", str(error).strip().splitlines()[0]
     try:
         told, absent, doings = _ask(where, doing)
     except RuntimeError as lost:
@@ -309,21 +296,16 @@ def _explain(error: RuntimeError, doing: str) -> RankFailedError:
             where=where,
             instead="see what became of that rank; the timeout of init_process_group() says how long others wait",
         )
+    ranks: dict[str, list[str]] = {}
+    for rank, each in enumerate(doings):
+        ranks.setdefault(each, []).append(str(rank))
+    lines = [f"\nrank {', '.join(its[:8])}{', ...' if its[8:] else ''}: {each}" for each, its in ranks.items()]
     return RankFailedError(
-        f"a collective failed, and all ranks still answer: {said}{_compared(doings)}",
+        f"a collective failed, and all ranks still answer: {said}{''.join(lines) if len(lines) > 1 else ''}",
         where=where,
         instead="see whether each rank runs the same modules in the same order (forwards, full_params and checkpoints "
         "are for all ranks, not inside of `if rank == 0:`), and whether the network lost a link",
     )
-
-
-def _compared(doings: Sequence[str]) -> str:
-    """What the first ranks were doing, by rank, if that differs."""
-    ranks: dict[str, list[str]] = {}
-    for rank, doing in enumerate(doings):
-        ranks.setdefault(doing, []).append(str(rank))
-    lines = [f"\nrank {', '.join(its[:8])}{', ...' if its[8:] else ''}: {doing}" for doing, its in ranks.items()]
-    return "".join(lines) if len(lines) > 1 else ""
 
 
 def _ask(where: str, doing: str) -> tuple[RankFailedError | None, list[int], list[str]]:

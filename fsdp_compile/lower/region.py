@@ -32,11 +32,6 @@ from fsdp_compile.passes.update_in_backward import claim_gradients, release_grad
 from fsdp_compile.pipeline import without_collections
 from fsdp_compile.progress import say, stage
 
-Transform = Callable[..., StepGraph]
-"""Runs the passes on a graph; a second argument, if any, are the collectives of the plan that it has to follow."""
-Keep = Callable[[StepGraph, StepGraph], object]
-
-
 _WAIT_FOR_ALL: Any = getattr(getattr(collectives, "wait_tensors", None), "default", "no such operator")
 """The program's wait for several messages, which torch traces since 2.15."""
 
@@ -51,7 +46,7 @@ class Region:
 
     Attributes:
         flats: Records of Dynamo's inputs that are parameter groups, or belong to one.
-        transform: Runs the passes on one graph.
+        transform: Runs the passes on one graph; a second argument is the plan that it has to follow, if there is one.
         settle: Called with what ranks compare of all graphs once these are transformed, and with what transforms them
             again by the plan of another rank.
         may_follow: Whether that may happen.
@@ -71,8 +66,8 @@ class Region:
     """
 
     flats: Mapping[int, Record]
-    transform: Transform
-    keep: Keep = nothing
+    transform: Callable[..., StepGraph]
+    keep: Callable[[StepGraph, StepGraph], object] = nothing
     number: int = 0
     may_recompute: bool = False
     graphs_ahead: Callable[[Phase], int | None] | None = None
@@ -115,12 +110,7 @@ class Region:
         steps[1].beside_bytes = bytes_beside(*steps)
         self.sources = gradient_sources(steps[1])
         self.keep(*steps)
-        self._remember(steps)
         return self._both(steps)
-
-    def _remember(self, halves: Iterable[StepGraph]) -> None:
-        if self.may_follow:
-            self._before = [half.copy() for half in halves]
 
     @contextmanager
     def _transforming(self, gm: fx.GraphModule) -> Iterator[None]:
@@ -133,15 +123,20 @@ class Region:
                 self.read = read_in(gm.graph)
                 yield
                 # Only when all are transformed: a rank whose second graph is refused must not have announced the first.
-                self.settle(Compared.of(self.steps, self.read, self.inserted), self._follow)
+                self.settle(self._compared(), self._follow)
                 for step in self.steps:
                     self.show(step)
         except FSDPCompileError as error:
             self.refuse(error)
             raise
 
+    def _compared(self) -> Compared:
+        return Compared.of(self.steps, self.read, self.inserted)
+
     def _both(self, halves: Sequence[StepGraph], plan: Lines = ()) -> list[StepGraph]:
         """Transforms forward and backward; if they exceed their budget, the error names the larger need."""
+        if self.may_follow and not plan:
+            self._before = [half.copy() for half in halves]
         steps: list[StepGraph] = []
         refused: list[BudgetTooSmallError] = []
         # Both are planned even if one is refused, so that the user learns in one run what both need.
@@ -158,15 +153,13 @@ class Region:
     def _follow(self, plan: Lines) -> Compared:
         """Transforms the graphs again, so that they follow a plan."""
         self.steps = self._both([half.copy() for half in self._before], plan)
-        return Compared.of(self.steps, self.read, self.inserted)
+        return self._compared()
 
     def inference(self, gm: fx.GraphModule) -> None:
         """Transforms a graph that has no backward and so was never partitioned."""
         with self._transforming(gm):
             cast_before_gather(gm.graph)
-            step = StepGraph(gm, Phase.FORWARD)
-            self._remember([step])
-            self.steps = self._both([step])
+            self.steps = self._both([StepGraph(gm, Phase.FORWARD)])
         if self.steps[0].gm is not gm:
             gm.graph = self.steps[0].graph
 

@@ -17,8 +17,7 @@ from torch._inductor.utils import run_and_get_code
 import fsdp_compile.lower.inductor
 from fsdp_compile import fully_shard
 from fsdp_compile.errors import ConfigError, InvariantError
-from fsdp_compile.lower.inductor import KEEP_OUR_ORDER
-from fsdp_compile.lower.keep_order import PlaceLate
+from fsdp_compile.lower.inductor import KEEP_OUR_ORDER, PlaceLate
 from fsdp_compile.lower.written_order import Call, compare, planned_calls, written_calls
 from tests.fake_world import fake_world
 from tests.models.layers import InARow, Residual
