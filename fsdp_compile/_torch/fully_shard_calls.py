@@ -169,8 +169,8 @@ def _state(module: nn.Module) -> Any:
 
 
 def _may_be_one(first: Any, second: Any) -> bool:
-    trainable = [p.sharded_param for p in (*first.fsdp_params, *second.fsdp_params) if p.sharded_param.requires_grad]
-    return first.mesh_info == second.mesh_info and len({p.dtype for p in trainable}) <= 1
+    trained = [p.sharded_param for p in (*first.fsdp_params, *second.fsdp_params) if p.sharded_param.requires_grad]
+    return first.mesh_info == second.mesh_info and len({p.dtype for p in trained}) <= 1
 
 
 @contextlib.contextmanager

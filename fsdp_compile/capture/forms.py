@@ -32,10 +32,7 @@ _divided: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def choose_form(compiled: dynamo.OptimizedModule) -> tuple[tuple[nn.Module, ...], str]:
-    """The form of a compiled model that is sharded, and is about to be called first.
-
-    Returns:
-        The modules to compile one by one, or none to compile the model as a whole; and why.
+    """The modules of a sharded model to compile one by one, or none to compile it as a whole; and why.
 
     Raises:
         ConfigError: If the user says "blocks", and the model has none.

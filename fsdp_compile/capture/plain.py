@@ -10,7 +10,6 @@ What comes first makes no difference between what Dynamo compiles of a model and
 from __future__ import annotations
 
 import functools
-import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -83,8 +82,7 @@ def _begin(compiled: dynamo.OptimizedModule) -> None:
 def shard_now(module: nn.Module) -> bool:
     """Shards a compiled plain model that was not called yet, or the compiled one that it is a part of.
 
-    Returns:
-        Whether it was sharded: not if nobody has compiled it, or if it is sharded, or has no parameters.
+    Not if nobody has compiled it, or if it is sharded, or has no parameters; returns whether it did.
     """
     if module not in waiting:
         return False
@@ -97,39 +95,25 @@ def shard_now(module: nn.Module) -> bool:
     return done
 
 
-def modules_of(frame: dynamo.FrameToCompile) -> list[nn.Module]:
-    """The modules that a frame holds, in containers, too, and those in attributes of other objects it names."""
-    held = [value.__self__ if isinstance(value, types.MethodType) else value for value in frame.held]
-    owners = [value for value in held if not isinstance(value, nn.Module) and hasattr(value, "__dict__")]
-    found: list[object] = [frame.starts]
-    for value in (*held, *(vars(owner)[name] for owner in owners for name in frame.names & vars(owner).keys())):
-        inside = value.values() if isinstance(value, dict) else value
-        found += inside if isinstance(value, dict | list | tuple) else [value]
-    return list(dict.fromkeys(value for value in found if isinstance(value, nn.Module)))
-
-
 def shard_in_frame(frame: dynamo.FrameToCompile) -> None:
     """Shards the compiled plain models that a frame may call, before Dynamo traces it."""
-    for held in modules_of(frame):
+    for held in frame.modules:
         module = held._orig_mod if isinstance(held, dynamo.OptimizedModule) else held
         if module in waiting and shard_now(module) and (call := dynamo.call_of(module)) is not None:
             # `compiled.forward(x)`: hooks of the call itself have not run.
-            _refuse_missed_casts(module)
             model = model_of(module)
             for unit in [] if model is None else model.units:
                 if module in fsdp2.modules_of(unit.state):
+                    policy = fsdp2.policy_of(unit.state)
+                    if (policy.param_dtype and policy.cast_forward_inputs) or policy.output_dtype:
+                        raise ConfigError(
+                            "mixed precision casts inputs or outputs of this module, and its call had begun before it "
+                            "was sharded",
+                            where=f"{type(module).__name__}.forward(), options={{'mp_policy': ...}}",
+                            instead="call the compiled model itself, or fully_shard(model, mp_policy=...) before "
+                            "torch.compile",
+                        )
                     unit.defer(call)
-
-
-def _refuse_missed_casts(module: nn.Module) -> None:
-    state = fsdp2.state_of(module)
-    policy = None if state is None else fsdp2.policy_of(state)
-    if policy and ((policy.param_dtype and policy.cast_forward_inputs) or policy.output_dtype):
-        raise ConfigError(
-            "mixed precision casts inputs or outputs of this module, and its call had begun before it was sharded",
-            where=f"{type(module).__name__}.forward(), options={{'mp_policy': ...}}",
-            instead="call the compiled model itself, or fully_shard(model, mp_policy=...) before torch.compile",
-        )
 
 
 def _shard(module: nn.Module, options: FSDPOptions) -> bool:

@@ -55,11 +55,7 @@ _OF_COMMUNICATION = re.compile(r"gloo/|Connection (closed|reset|refused)|Timed o
 
 
 class AnsweringStore:
-    """A store, and for how many seconds to wait for what it answers; its methods are torch's.
-
-    Raises:
-        RuntimeError: From every method, if the store fails or does not answer in time.
-    """
+    """A store whose methods raise `RuntimeError` if it fails, or does not answer within some seconds."""
 
     def __init__(self, store: dist.Store, seconds: float) -> None:
         self._store = store

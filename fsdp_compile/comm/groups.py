@@ -121,7 +121,6 @@ def _used(group: dist.ProcessGroup, role: GroupRole) -> dist.ProcessGroup:
     if group.size() == 1:
         return group
     ranks = tuple(dist.get_process_group_ranks(group))
-    # One collective at a time: see `serial_gloo_group`.
     timeout = min(world_timeout(), private.timeout_of(group))
     # A world that was started without naming a backend says "undefined".
     if dist.get_backend(group) == "gloo" or str(dist.get_backend_config(group)) == "cpu:gloo":
@@ -186,10 +185,8 @@ def mesh_of_shape(device_type: str, shape: tuple[int, int]) -> DeviceMesh:
     _forget_gone_worlds()
     ranks = torch.arange(dist.get_world_size()).view(shape)
     row, column = divmod(dist.get_rank(), shape[1])
-    groups = [
-        _mesh_group("replicas", tuple(ranks[:, column].tolist())),
-        _mesh_group("shards", tuple(ranks[row].tolist())),
-    ]
+    lines = {"replicas": ranks[:, column], "shards": ranks[row]}
+    groups = [_mesh_group(dim, tuple(line.tolist())) for dim, line in lines.items()]
     # A mesh holds its groups: one that was kept here would keep them, with their threads, when the world is gone.
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=("dp_replicate", "fsdp"))
 
@@ -228,12 +225,9 @@ def default_mesh(device_type: str) -> DeviceMesh:
 
 
 def start_world(device_type: str, timeout: timedelta | None = None, **settings: Any) -> torch.device:
-    """Start the default process group, NCCL's for "cuda" or else gloo's; returns the device of this rank.
+    """Starts the default process group, NCCL's for "cuda" or else gloo's; returns the device of this rank.
 
-    Args:
-        device_type: NCCL takes the GPU of this local rank.
-        timeout: How long collectives may take; torch's default if not given.
-        settings: More of `init_process_group`, instead of torchrun's environment.
+    NCCL takes the GPU of this local rank. `settings` are for `init_process_group`, instead of torchrun's environment.
     """
     if timeout is not None:
         settings["timeout"] = timeout
@@ -270,10 +264,7 @@ class World:
 
 @contextlib.contextmanager
 def join_world(kind: DeviceKind, timeout_s: float = TIMEOUT_S) -> Iterator[World]:
-    """Join the process group that an elastic launcher's variables describe, and leave it when all went well.
-
-    CPU joins through gloo, CUDA through NCCL with the GPU of this local rank; a rank waits `timeout_s` for others.
-    """
+    """Joins the process group that an elastic launcher's variables describe, and leaves it when all went well."""
     timeout = timedelta(seconds=timeout_s)
     store, rank, size = next(torch_rendezvous("env://", timeout=timeout))
     store = private.store_of_this_start(store)  # or addresses of ranks that are gone would be read

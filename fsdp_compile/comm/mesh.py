@@ -27,12 +27,7 @@ RESHARDS = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 
 
 def mesh_of(strategy: ShardingStrategy | None, mesh: DeviceMesh | None, *, device_type: str) -> DeviceMesh:
-    """The mesh that FSDP2 is to shard over, 1-D or (replicate, shard).
-
-    Args:
-        strategy: FSDP1's name; `None` for the mesh alone.
-        mesh: As for `fully_shard`; `None` for one over the whole world.
-        device_type: Of the mesh that is made if there is none.
+    """The mesh that FSDP2 is to shard over, 1-D or (replicate, shard); one over the whole world if none is given.
 
     Raises:
         ConfigError: If the arguments contradict each other, or the ranks of a machine cannot be counted.

@@ -50,7 +50,6 @@ class CommunicatingCall:
 
     Attributes:
         node: Its name in the graph.
-        operator: Its full name.
         what: Its range; `None` for a collective of the program's own.
         units: Titles in the graph of the units that it is for.
         waits_for: Of a wait, what errors say that a rank has waited for; else empty.

@@ -57,11 +57,9 @@ class CompiledStep:
     """What a compiled graph needs to know of FSDP; positions are those of its inputs.
 
     Attributes:
-        phase: Forward or backward.
         flats: Positions of the flat tensors, and the titles of their units in the graph.
         calls: Those that communicate.
         counted: Flat tensors that are updated in backward, and that both graphs of the region read.
-        grads: Of a backward: the gradients that it makes.
         tangents: Of a backward: positions of the gradients of outputs.
         unused: Of a backward: how it finds outputs that no rank uses, if that makes a difference.
         host_copies_from: Type of the device from which it copies gradients to the host; empty if it copies none.
@@ -84,13 +82,7 @@ class CompiledStep:
 
     @staticmethod
     def of(step: StepGraph, again: Collection[Hashable] = (), sources: Sources | None = None) -> CompiledStep:
-        """Reads a transformed graph.
-
-        Args:
-            step: The graph, with its markers.
-            again: What `read_again` found in its region.
-            sources: Of a backward whose gradients are not all computed from the same outputs' gradients.
-        """
+        """Reads a transformed graph: with what `read_again` found in its region, and, of a backward, its `sources`."""
         is_forward, flats = step.phase is Phase.FORWARD, _flats_of(step)
         return CompiledStep(
             phase=step.phase,
@@ -140,8 +132,7 @@ class CompiledStep:
     def before(self, args: list[Any]) -> tuple[Groups, list[Collection[int]]]:
         """Puts pending gradients, and zeros for outputs that are not used, in the place of what stands for them.
 
-        Returns:
-            The parameter groups, and the offsets of the parameters of each of `grads` that get gradients.
+        Also returns the offsets of the parameters of each of `grads` that get gradients.
         """
         groups = {at: group for at in self.flats if (group := ParamGroup.of(args[at])) is not None}
         if self.phase is Phase.FORWARD:
@@ -277,8 +268,7 @@ def entered(
     Args:
         compiled: It takes what the Dynamo graph takes.
         flats: Positions of flat tensors.
-        parameters: Positions of gathered parameters among its results, which callers and code after a graph break
-            find to be an `nn.Parameter`, as FSDP2's are.
+        parameters: Positions of gathered parameters among its results: an `nn.Parameter` for callers, as FSDP2's.
         tells_unused: Whether its backward has to know for which outputs there is no gradient.
     """
 

@@ -26,30 +26,21 @@ from fsdp_compile.ir.queries import flat_of
 from fsdp_compile.layout.spec import Reshard
 
 _HEAD = frozenset({*SENT, Role.GATHER, Role.GATHER_ITEM})
+_OVER_REPLICAS = (Role.REPLICATE, Role.REPLICATE_ITEM, Role.REPLICATE_WAIT)
 # No copies of gradients to the host, which waits for them where their graph ends.
-_TAIL = frozenset(
-    {
-        Role.REDUCE_WAIT,
-        Role.REPLICATE,
-        Role.REPLICATE_ITEM,
-        Role.REPLICATE_WAIT,
-        Role.SHARD_GRADIENT,
-        Role.FLAT_GRADIENT,
-    }
-)
+_TAIL = frozenset({Role.REDUCE_WAIT, *_OVER_REPLICAS, Role.SHARD_GRADIENT, Role.FLAT_GRADIENT})
 
 
 def take_head(step: StepGraph, ahead: int | None, *, has_backward: bool) -> tuple[Head | None, list[torch.Tensor]]:
-    """Takes the all-gathers of the first unit out of a graph, which takes their messages as further inputs.
+    """Takes the all-gathers of the first unit out of a planned graph, which takes their messages as further inputs.
 
     Args:
-        step: A planned graph; changed.
+        step: The graph; changed.
         ahead: How many graphs ahead of it may gather.
         has_backward: Whether it is a forward of a training step.
 
     Returns:
-        `None` if it has none, or if they gather what the graph, and not a parameter group, has; and stand-ins of the
-        messages.
+        The head, if there are any, and of parameter groups; and stand-ins of the messages.
     """
     first = next(step.nodes(Role.GATHER), None)
     if first is None:
@@ -57,12 +48,14 @@ def take_head(step: StepGraph, ahead: int | None, *, has_backward: bool) -> tupl
     units = set(require(first).units)
     waits = [node for node in step.nodes(Role.GATHER_WAIT) if units & set(require(node).units)]
     running = [wait.all_input_nodes[0] for wait in waits]
-    taken = _with_sources(running)
+    taken, todo = set[fx.Node](), list(running)
+    while todo:
+        node = todo.pop()
+        todo += () if node in taken else node.all_input_nodes
+        taken.add(node)
     inputs = step.graph.find_nodes(op="placeholder")
     flats = [node for node in inputs if node in taken]
-    if any(role_of(node) not in _HEAD for node in taken.difference(flats)) or any(
-        role_of(node) is not Role.FLAT for node in flats
-    ):
+    if not all(role_of(node) is Role.FLAT if node in flats else role_of(node) in _HEAD for node in taken):
         return None, []
     start = _graph_of(step, flats, [node for node in step.graph.nodes if node in taken], running)
     last = inputs[-1]
@@ -92,8 +85,7 @@ def take_tail(step: StepGraph) -> Tail | None:
     if not waits:
         return None
     units = set(require(waits[-1]).units)
-    taken: dict[fx.Node, int] = {}
-    """Nodes with the number of their stage."""
+    taken: dict[fx.Node, int] = {}  # with the number of their stage
     for node in step.graph.nodes:
         before = [taken[source] for source in node.all_input_nodes if source in taken]
         if node.op == "output" or not (before or (node in waits and units & set(require(node).units))):
@@ -124,18 +116,6 @@ def take_tail(step: StepGraph) -> Tail | None:
     for node in reversed(taken):
         step.graph.erase_node(node)
     return Tail(tuple(stages), len(running), tuple(outputs), tuple(place[flat_of(require(n))] for n in gradients))
-
-
-def _with_sources(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Some nodes, and everything that they are computed from."""
-    found: set[fx.Node] = set()
-    todo = list(nodes)
-    while todo:
-        node = todo.pop()
-        if node not in found:
-            found.add(node)
-            todo += node.all_input_nodes
-    return found
 
 
 def _graph_of(

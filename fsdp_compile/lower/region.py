@@ -47,22 +47,21 @@ class Region:
     Attributes:
         flats: Records of Dynamo's inputs that are parameter groups, or belong to one.
         transform: Runs the passes on one graph; a second argument is the plan that it has to follow, if there is one.
-        settle: Called with what ranks compare of all graphs once these are transformed, and with what transforms them
-            again by the plan of another rank.
-        may_follow: Whether that may happen.
-        show: Called with each transformed graph, for reports.
-        refuse: Called with the error if there will be no such graphs.
         keep: Chooses what stays unsharded from forward to backward where that was left open.
         number: Of the region among those of its model, for what is said while it compiles.
         may_recompute: Whether blocks are recomputed in backward where a budget does not hold their activations.
         graphs_ahead: How many graphs of the model may gather while one of these runs: a number, or its `None` for what
             fits. Without it, as for a whole model, all collectives stay in their graph.
+        settle: Called with what ranks compare of all graphs once these are transformed, and with what transforms them
+            again by the plan of another rank.
+        may_follow: Whether that may happen.
+        show: Called with each transformed graph, for reports.
+        refuse: Called with the error if there will be no such graphs.
         steps: The transformed graphs, forward first; empty until AOTAutograd has traced.
         recomputed: How many blocks they compute again.
         again: Parameter groups that are updated in backward, and that both graphs read.
         read: What the program reads, in its order.
         inserted: The collectives of each graph before it was planned.
-        sources: Of its backward, if gradients are not all computed from the same outputs' gradients.
     """
 
     flats: Mapping[int, Record]
@@ -189,8 +188,7 @@ class Region:
 def _wait_one_by_one(graph: fx.Graph) -> None:
     """Writes the program's waits for several messages as waits for one each: whatever orders or checks knows one kind.
 
-    before    %c = all_reduce_coalesced([%a, %b], ...)   %w = wait_tensors([%c[0], %c[1]])   %w[0], %w[1]
-    after     %c = all_reduce_coalesced([%a, %b], ...)   wait_tensor(%c[0]), wait_tensor(%c[1])
+    %w = wait_tensors([%c[0], %c[1]]), %w[0], %w[1]   ->   wait_tensor(%c[0]), wait_tensor(%c[1])
     """
     for wait in graph.find_nodes(op="call_function", target=_WAIT_FOR_ALL):
         for item in list(wait.users):
@@ -205,15 +203,10 @@ def _wait_one_by_one(graph: fx.Graph) -> None:
 
 @dataclasses.dataclass(eq=False)
 class CompiledRegion:
-    """The graphs of one compiled region as the passes left them, for `explain(compiled)`.
+    """The graphs of one compiled region as the passes left them, forward first, for `explain(compiled)`.
 
-    Lowering consumes a graph, so each unit that it reads stores a copy of its nodes.
-
-    Attributes:
-        number: Counts the regions of a model in the order of their compiles.
-        lower: As in `FSDPOptions.lower`.
-        hardware: What it was planned for, if that was given.
-        steps: The transformed graphs, forward first.
+    Lowering consumes a graph, so each unit that it reads stores a copy of its nodes. Regions of a model are numbered in
+    the order of their compiles. `hardware` is what it was planned for, if that was given.
     """
 
     number: int

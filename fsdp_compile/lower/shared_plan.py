@@ -20,7 +20,6 @@ it has.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -46,7 +45,6 @@ _SETTINGS = (
     *("post_forward_size", "divide", "grad_placement", "forward_prefetch", "backward_prefetch"),
 )
 """What decides of a read which messages a rank sends, and when; names of groups and hooks are a rank's own."""
-_OTHER_SIZES = "; or, if batches have other sizes, options={'prefetch': 1}, whose plan does not depend on them"
 
 Lines = tuple[str, ...]
 """The collectives of forward and backward, as `ir.calls.line_of` writes them."""
@@ -218,38 +216,33 @@ def _mismatch(ranks: tuple[int, ...], one: _Shown, rank: int, other: _Shown) -> 
             where=f"options: {on_first} on rank {first}, {on_other} on rank {second}",
             instead="the same options of torch.compile() on every rank; one file of measured times for all hosts",
         )
-    sizes_differ = one.needs == other.needs
-    of_reads = (one.read, other.read) if one.inserted == other.inserted else (one.inserted, other.inserted)
-    mine, others = (one.planned, other.planned) if sizes_differ else of_reads
+    mine, others, hint = one.inserted, other.inserted, ""
+    if one.needs == other.needs:
+        mine, others = one.planned, other.planned
+        hint = "; or, if batches have other sizes, options={'prefetch': 1}, whose plan does not depend on them"
+    elif mine == others:
+        mine, others = one.read, other.read
     pairs = zip(_numbered(mine), _numbered(others), strict=False)
     number = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(mine), len(others)))
+    one_at, other_at = (f"[{lines[number]}]" if number < len(lines) else "nothing more" for lines in (mine, others))
     return RankMismatchError(
         f"rank {first} and rank {second} compile different collectives",
-        where=f"collective {number + 1}: {_at(mine, number)} on rank {first}, {_at(others, number)} on rank {second}",
+        where=f"collective {number + 1}: {one_at} on rank {first}, {other_at} on rank {second}",
         instead="the same control flow on every rank: which parameters are read, and in which order, must not depend "
         "on a rank's number or data; a module that has no rows on a rank is called there all the same, with an empty "
         "tensor; a rank whose whole batch is empty needs lower='eager', or a row whose loss is multiplied by 0: "
-        "Inductor computes nothing of an empty input, and reads fewer parameters"
-        + (_OTHER_SIZES if sizes_differ else ""),
+        f"Inductor computes nothing of an empty input, and reads fewer parameters{hint}",
     )
-
-
-def _at(lines: Lines, number: int) -> str:
-    return f"[{lines[number]}]" if number < len(lines) else "nothing more"
 
 
 def _numbered(lines: Lines) -> Lines:
     """The lines of each phase with numbers for names: layers that share a graph have the names of one of them."""
-    return tuple(line for _, of_phase in itertools.groupby(lines, _phase) for line in numbered(list(of_phase)))
-
-
-def _phase(line: str) -> str:
-    return line.partition(":")[0]
+    return tuple(line for phase in Phase for line in numbered(list(lines_of(phase, lines))))
 
 
 def lines_of(phase: Phase, lines: Lines) -> Lines:
     """Those of one graph."""
-    return tuple(line for line in lines if _phase(line) == phase.value)
+    return tuple(line for line in lines if line.startswith(f"{phase.value}:"))
 
 
 def _places(aliases: Iterable[str]) -> list[RankStore]:

@@ -10,6 +10,7 @@ a graph for which it makes a difference, and parameters whose outputs no rank us
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -86,14 +87,11 @@ def _layout(node: fx.Node) -> tuple[Size, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class OutputGradient:
-    """The gradient of an output among the inputs of a backward.
-
-    Attributes:
-        layout: Its sizes, and then its strides.
-    """
+    """The gradient of an output among the inputs of a backward."""
 
     position: int
     layout: tuple[Size, ...]
+    """Its sizes, and then its strides."""
     dtype: torch.dtype
     device: torch.device
 
@@ -108,10 +106,8 @@ class OutputGradient:
 class UnusedOutputs:
     """What a backward has to know where a loss may leave outputs out; positions are those of its inputs.
 
-    Attributes:
-        gradients: The gradients of its outputs.
-        sizes: Where symbolic sizes are.
-        sources: From which of them the gradient of a parameter is computed, by flat parameter and offset.
+    `gradients` are those of its outputs, `sizes` says where symbolic sizes are, and `sources` from which gradients that
+    of a parameter is computed, by flat parameter and offset.
     """
 
     gradients: tuple[OutputGradient, ...]
@@ -134,7 +130,7 @@ class UnusedOutputs:
     def find(
         self, args: list[Any], ranks: Mapping[int, tuple[str, ...]], waiting: Mapping[int, Collection[int]]
     ) -> dict[int, set[int]]:
-        """Puts zeros in the place of gradients that are undefined; finds what no rank's loss depends on.
+        """Puts zeros in the place of gradients that are undefined; finds parameters that no rank's loss depends on.
 
         Args:
             args: Of the backward.
@@ -142,7 +138,7 @@ class UnusedOutputs:
             waiting: Offsets of the parameters that have gradients of earlier backwards, which this one adds.
 
         Returns:
-            Offsets of parameters, by flat parameter.
+            Offsets, by flat parameter.
         """
         undefined = [each for each in self.gradients if args[each.position] is None]
         sizes = {expression: args[i] for expression, i in self.sizes} if undefined else {}
@@ -159,7 +155,6 @@ class UnusedOutputs:
             for place in filter(None, map(groups.rank_store, names)):
                 with explained("where ranks compare which outputs their losses use"):
                     used = largest(used, groups.comparing_group(place))
-            for (flat, offset), is_used in zip(keys, used, strict=True):
-                if not is_used:
-                    found[flat].add(offset)
+            for flat, offset in itertools.compress(keys, (not each for each in used)):
+                found[flat].add(offset)
         return found

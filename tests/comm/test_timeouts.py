@@ -23,7 +23,9 @@ TIMEOUT_S = 277.0
 def _timeouts(settings: dict[str, Any], mesh_shape: tuple[int, ...] | None) -> dict[str, float]:
     names = ("replicate", "shard")[-len(mesh_shape or ()) :]
     mesh = None if mesh_shape is None else init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
-    model = fully_shard(nn.Linear(8, 8), mesh=mesh, **settings)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", "2")
+        model = fully_shard(nn.Linear(8, 8), mesh=mesh, **settings)
     compile_eagerly(model)(torch.ones(2, 8)).sum().backward()
     for place in groups.rank_stores():
         groups.comparing_group(place)  # as outputs that only some ranks use need it
@@ -45,17 +47,8 @@ CASES: list[Any] = [
 
 @long.parametrize(("settings", "mesh_shape", "ranks", "expected"), CASES, always=CASES[-1:])
 def test_every_group_has_the_timeout_of_the_world(
-    settings: dict[str, Any],
-    mesh_shape: tuple[int, ...] | None,
-    ranks: int,
-    expected: set[str],
+    settings: dict[str, Any], mesh_shape: tuple[int, ...] | None, ranks: int, expected: set[str]
 ) -> None:
-    for found in run_ranks(_hosts_of_two, settings, mesh_shape, world_size=ranks, timeout_s=TIMEOUT_S):
+    for found in run_ranks(_timeouts, settings, mesh_shape, world_size=ranks, timeout_s=TIMEOUT_S):
         assert expected <= found.keys()
         assert set(found.values()) == {TIMEOUT_S}
-
-
-def _hosts_of_two(settings: dict[str, Any], mesh_shape: tuple[int, ...] | None) -> dict[str, float]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LOCAL_WORLD_SIZE", "2")
-        return _timeouts(settings, mesh_shape)
