@@ -292,10 +292,9 @@ def reshard(group: TorchGroup) -> None:
 
 
 def take_gathered(group: TorchGroup) -> dict[int, torch.Tensor]:
-    """Takes the gathered parameters of a group away from FSDP2, which then has the sharded ones registered.
+    """Takes the gathered parameters of a group, by `id` of their objects, from FSDP2, which registers the sharded ones.
 
-    Returns:
-        By `id` of the parameter's object. None of an all-gather extension, whose result is the extension's own.
+    None of an all-gather extension, whose result is the extension's own.
     """
     end_unshard(group)
     taken = {}
@@ -392,16 +391,12 @@ def offloads(group: TorchGroup) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Ranks:
-    """Ranks that share parameters out, or that have copies of what they share out; by default this one alone.
-
-    Attributes:
-        group: Their process group, if any.
-        stride: Distance of neighbours in the world.
-    """
+    """Ranks that share parameters out, or that have copies of what they share out; by default this one alone."""
 
     size: int = 1
     group: dist.ProcessGroup | None = None
     stride: int = 1
+    """Distance of neighbours in the world."""
 
 
 @dataclasses.dataclass(frozen=True)

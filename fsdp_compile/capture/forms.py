@@ -111,7 +111,7 @@ def refuse_unused_regions(inputs: Sequence[object], options: FSDPOptions) -> Non
     """
     if options.regions == "blocks":
         divided = {module for model in _divided for module in model.modules()}
-        if any(unit.model.root not in divided for unit in _read(inputs)):
+        if any(unit.model.root not in divided for unit in units_read(inputs)):
             raise ConfigError(
                 "blocks are compiled one by one by torch.compile(model), and this is a function or an in-place compile",
                 where="options={'regions': 'blocks'}",
@@ -139,7 +139,7 @@ def refuse_budget_of_a_part(inputs: Sequence[object], options: FSDPOptions, *, b
     module = dynamo.traced_module()
     inside = None if module is None else set(module.modules())
     around = {model for model in models() if module in set(model.root.modules())}
-    for unit in (unit for model in {unit.model for unit in _read(inputs)} | around for unit in model.units):
+    for unit in (unit for model in {unit.model for unit in units_read(inputs)} | around for unit in model.units):
         if unit.only_hooks:
             raise refusal_of_several(f"FSDP2's hooks gather unit {unit.title} ({unit.only_hooks})", options)
     for unit in _unread(inputs):
@@ -162,7 +162,7 @@ def _unread(inputs: Sequence[object]) -> list[Unit]:
 
     Not those of modules that the user has removed since.
     """
-    read, found = _read(inputs), []
+    read, found = units_read(inputs), []
     for model in dict.fromkeys(unit.model for unit in read):
         present = set(model.root.modules())
         left = (unit for unit in model.units if unit.groups and unit not in read)
@@ -170,6 +170,6 @@ def _unread(inputs: Sequence[object]) -> list[Unit]:
     return found
 
 
-def _read(inputs: Sequence[object]) -> dict[Unit, None]:
+def units_read(inputs: Sequence[object]) -> dict[Unit, None]:
     """The units that Dynamo's graph reads, in the order of its inputs."""
     return dict.fromkeys(group.unit for value in inputs if (group := ParamGroup.of(value)) is not None)

@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fsdp_compile._torch import dynamo
 from fsdp_compile._torch import fully_shard as fsdp2
 from fsdp_compile._torch.autograd import outside_of_transforms
-from fsdp_compile.capture.forms import choose_form, divide
+from fsdp_compile.capture.forms import choose_form, divide, units_read
 from fsdp_compile.capture.unaveraged import (
     WRAPPERS,
     ids_in,
@@ -40,7 +40,6 @@ from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2 import stale
 from fsdp_compile.fsdp2.accumulation import follow_no_sync
 from fsdp_compile.fsdp2.module_class import user_class
-from fsdp_compile.fsdp2.param_group import ParamGroup
 from fsdp_compile.fsdp2.shards import local_of
 from fsdp_compile.fsdp2.take_over import model_of, take_over_all, watch_calls
 from fsdp_compile.fsdp2.updates import update_as
@@ -169,15 +168,16 @@ def _compare_values(module: nn.Module, named: Iterable[tuple[str, nn.Parameter]]
     }
     values = dict(named) | saved
 
-    def sum_of_words(value: torch.Tensor) -> int:
+    def summary(value: torch.Tensor) -> str:
         octets = local_of(value).detach().reshape(-1).view(torch.uint8)
-        return int((octets.view(torch.int64) if octets.numel() % 8 == 0 else octets).sum())
+        words = octets.view(torch.int64) if octets.numel() % 8 == 0 else octets
+        return f"{tuple(value.shape)} with sum {int(words.sum())}"
 
     mesh = default_mesh(next(iter(values.values())).device.type) if options.mesh is None else options.mesh
     check_mesh(mesh)
     if mesh.size() > 1:
         alike.require(
-            {name: f"{tuple(value.shape)} with sum {sum_of_words(value)}" for name, value in values.items()},
+            {name: summary(value) for name, value in values.items()},
             [mesh.get_group(dim) for dim in range(mesh.ndim)],
             torch.device(mesh.device_type),
             what="values of a plain model, of which each would keep its part",
@@ -196,7 +196,7 @@ def refuse_unused_sharding(inputs: Sequence[object], options: FSDPOptions) -> No
     """
     if not options.sharding:
         return
-    for model in {group.unit.model: None for v in inputs if (group := ParamGroup.of(v)) is not None}:
+    for model in dict.fromkeys(unit.model for unit in units_read(inputs)):
         made_with = sharded.get(model.root)
         for name, value in options.sharding.items():
             if made_with is None or name not in made_with or not _same(value, made_with[name]):

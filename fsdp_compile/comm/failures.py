@@ -274,7 +274,7 @@ def _is_of_communication(error: BaseException) -> bool:
 def _explain(error: RuntimeError, doing: str) -> RankFailedError:
     where, said = f"rank {dist.get_rank()}, {doing}", str(error).strip().splitlines()[0]
     try:
-        told, absent, doings = _ask(where, doing)
+        return _ask(where, doing, said)
     except RuntimeError as lost:
         return RankFailedError(
             f"the store through which ranks meet does not answer ({lost}), after a collective failed: {said}",
@@ -282,30 +282,10 @@ def _explain(error: RuntimeError, doing: str) -> RankFailedError:
             instead="see why the process ended that holds the store, rank 0 or the launcher, or whether the link to "
             "its host was cut: this is what followed",
         )
-    if told is not None:
-        return told
-    if absent:
-        named = ", ".join(map(str, absent))
-        return RankFailedError(
-            f"rank {named} does not answer: it was ended, is stopped or stuck, or is cut off; a collective failed "
-            f"here: {said}",
-            where=where,
-            instead="see what became of that rank; the timeout of init_process_group() says how long others wait",
-        )
-    ranks: dict[str, list[str]] = {}
-    for rank, each in enumerate(doings):
-        ranks.setdefault(each, []).append(str(rank))
-    lines = [f"\nrank {', '.join(its[:8])}{', ...' if its[8:] else ''}: {each}" for each, its in ranks.items()]
-    return RankFailedError(
-        f"a collective failed, and all ranks still answer: {said}{''.join(lines) if len(lines) > 1 else ''}",
-        where=where,
-        instead="see whether each rank runs the same modules in the same order (forwards, full_params and checkpoints "
-        "are for all ranks, not inside of `if rank == 0:`), and whether the network lost a link",
-    )
 
 
-def _ask(where: str, doing: str) -> tuple[RankFailedError | None, list[int], list[str]]:
-    """What a rank has told, or the ranks that do not answer, or what each rank is doing."""
+def _ask(where: str, doing: str, said: str) -> RankFailedError:
+    """What a rank has told, or the ranks that do not answer, or what each rank is doing if all do."""
     store, ranks = AnsweringStore(default_store(), _ANSWER_S), dist.get_world_size()
     keys = {f"{_ANSWERS}/{each}": each for each in range(ranks)}
     store.set(f"{_ANSWERS}/{dist.get_rank()}", doing)
@@ -319,10 +299,22 @@ def _ask(where: str, doing: str) -> tuple[RankFailedError | None, list[int], lis
         time.sleep(_PAUSE_S)
         told = failed_elsewhere(store, where)
     if told is not None:
-        return told, [], []
-    if not answered:
-        return None, [keys[key] for key in store.missing(list(keys))], []
-    doings: list[str] = []
+        return told
+    if absent := [] if answered else store.missing(list(keys)):
+        return RankFailedError(
+            f"rank {', '.join(str(keys[key]) for key in absent)} does not answer: it was ended, is stopped or stuck, "
+            f"or is cut off; a collective failed here: {said}",
+            where=where,
+            instead="see what became of that rank; the timeout of init_process_group() says how long others wait",
+        )
+    doings: dict[str, list[str]] = {}
     with contextlib.suppress(RuntimeError):  # the store's process may end first, which says nothing new
-        doings += (store.get(key).decode() for key in [*keys][:_COMPARED])
-    return None, [], doings
+        for key in [*keys][:_COMPARED]:
+            doings.setdefault(store.get(key).decode(), []).append(str(keys[key]))
+    lines = [f"\nrank {', '.join(its[:8])}{', ...' if its[8:] else ''}: {each}" for each, its in doings.items()]
+    return RankFailedError(
+        f"a collective failed, and all ranks still answer: {said}{''.join(lines) if len(lines) > 1 else ''}",
+        where=where,
+        instead="see whether each rank runs the same modules in the same order (forwards, full_params and checkpoints "
+        "are for all ranks, not inside of `if rank == 0:`), and whether the network lost a link",
+    )

@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 
 import torch
 from torch import fx
@@ -59,12 +59,14 @@ class Compared:
         inserted: Their collectives as the program reads: one for each parameter, before any plan.
         planned: Their collectives as they will run.
         groups: The aliases of the process groups of these.
+        shared: Options by name, that have to be the same on all ranks.
     """
 
     read: Lines
     inserted: Lines
     planned: Lines
-    groups: frozenset[str]
+    groups: frozenset[str] = frozenset()
+    shared: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, steps: Sequence[StepGraph], read: Lines, inserted: Mapping[Phase, Lines]) -> Compared:
@@ -73,6 +75,27 @@ class Compared:
         # A pipeline that was told to stop early has inserted nothing, and has nothing to plan.
         lines = (line for step in steps for line in inserted.get(step.phase, ()))
         return cls(read, tuple(lines), tuple(map(line_of, starts)), frozenset(map(group_of, starts)))
+
+    @property
+    def needs(self) -> tuple[Mapping[str, str], Lines, list[str]]:
+        """What has to be the same on all ranks."""
+        return self.shared, _numbered(self.read), sorted(_numbered(self.inserted))
+
+    @property
+    def digest(self) -> str:
+        """Stands for it where ranks compare."""
+        return digest_of(json.dumps([self.needs, _numbered(self.planned)]))
+
+    @property
+    def text(self) -> str:
+        """What a rank that differs gets."""
+        return json.dumps([self.read, self.inserted, self.planned, self.shared])
+
+    @classmethod
+    def of_text(cls, text: str) -> Compared:
+        """Reads `text` of another rank."""
+        *lines, shared = json.loads(text)
+        return cls(*map(tuple, lines), shared=shared)
 
 
 Follow = Callable[[Lines], Compared]
@@ -122,20 +145,24 @@ def settle(graphs: Compared, follow: Follow, settings: Settings) -> None:
     places = _places(graphs.groups)
     if not places:
         return
-    shown = _Shown(settings.shared, graphs.read, graphs.inserted, graphs.planned)
-    key = digest_of(json.dumps([settings.own, shown.needs]))
+    graphs, may_follow = dataclasses.replace(graphs, shared=settings.shared), follow if settings.can_follow else None
+    key = digest_of(json.dumps([settings.own, graphs.needs]))
     known = places[0].plans.get(key, [])
-    if _takes_known(known, shown.planned, follow if settings.can_follow else None):
+    if _takes_known(known, graphs.planned, may_follow):
         return
     rounds = [(place.rendezvous(), next(place.compiles)) for place in places]
-    with telling_all():
-        try:
-            agreed = _exchange(rounds, shown, follow if settings.can_follow else None)
-        except RefusedElsewhereError as error:
-            for room, number in rounds:
-                if room.name != error.heard_in:  # else all of its ranks hear of it
-                    room.refuse(number, error)
-            raise
+    try:
+        agreed = _exchange(rounds, graphs, may_follow)
+    except RefusedElsewhereError as error:
+        for room, number in rounds:
+            if room.name != error.heard_in:  # else all of its ranks hear of it
+                room.refuse(number, error)
+        raise
+    except FSDPCompileError as error:
+        # This ends the comparisons of all groups of this rank, and so on: no rank waits for one that has failed.
+        for each in groups.rank_stores():
+            each.rendezvous().tell(error)
+        raise
     for place in places:
         place.plans.setdefault(key, []).append(_numbered(agreed))
 
@@ -155,14 +182,14 @@ def _takes_known(known: Sequence[Lines], mine: Lines, follow: Follow | None) -> 
     return False
 
 
-def _exchange(rounds: Sequence[tuple[Rendezvous, int]], mine: _Shown, follow: Follow | None) -> Lines:
+def _exchange(rounds: Sequence[tuple[Rendezvous, int]], mine: Compared, follow: Follow | None) -> Lines:
     """Takes the plan of the first rank of each group in turn, and waits until all ranks have done so."""
     shown = mine
     for room, number in rounds:
         text = room.first(number, shown.digest, shown.text)
         if text is None:
             continue
-        first = _Shown.of_text(text)
+        first = Compared.of_text(text)
         if first.needs != shown.needs or follow is None:
             raise _mismatch(room.ranks, first, room.rank, shown)
         shown = dataclasses.replace(mine, planned=first.planned)
@@ -177,35 +204,7 @@ def _exchange(rounds: Sequence[tuple[Rendezvous, int]], mine: _Shown, follow: Fo
     return shown.planned
 
 
-@dataclasses.dataclass(frozen=True)
-class _Shown:
-    """What a rank shows the others."""
-
-    shared: Mapping[str, str]
-    read: Lines
-    inserted: Lines
-    planned: Lines
-
-    @property
-    def needs(self) -> tuple[Mapping[str, str], Lines, list[str]]:
-        """What has to be the same on all ranks."""
-        return self.shared, _numbered(self.read), sorted(_numbered(self.inserted))
-
-    @property
-    def digest(self) -> str:
-        return digest_of(json.dumps([self.needs, _numbered(self.planned)]))
-
-    @property
-    def text(self) -> str:
-        return json.dumps(dataclasses.astuple(self))
-
-    @classmethod
-    def of_text(cls, text: str) -> _Shown:
-        shared, *lines = json.loads(text)
-        return cls(shared, *map(tuple, lines))
-
-
-def _mismatch(ranks: tuple[int, ...], one: _Shown, rank: int, other: _Shown) -> RankMismatchError:
+def _mismatch(ranks: tuple[int, ...], one: Compared, rank: int, other: Compared) -> RankMismatchError:
     """Names what the first rank of a group and another one, by its number in the group, have differently."""
     first, second = ranks[0], ranks[rank]
     names = [name for name in {**one.shared, **other.shared} if one.shared.get(name) != other.shared.get(name)]
@@ -286,16 +285,3 @@ def refuse(flats: Iterable[Record], error: FSDPCompileError) -> None:
         # nothing would find it in their next round, in which this rank takes no part.
         if not place.plans:
             place.rendezvous().refuse(next(place.compiles), error)
-
-
-@contextmanager
-def telling_all() -> Iterator[None]:
-    """An error ends the comparisons of all groups of this rank, and so on: no rank waits for one that has failed."""
-    try:
-        yield
-    except RefusedElsewhereError:
-        raise
-    except FSDPCompileError as error:
-        for each in groups.rank_stores():
-            each.rendezvous().tell(error)
-        raise
