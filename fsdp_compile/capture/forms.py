@@ -104,11 +104,7 @@ def divide(compiled: dynamo.OptimizedModule, blocks: Sequence[nn.Module]) -> Non
 
 
 def refuse_unused_regions(inputs: Sequence[object], options: FSDPOptions) -> None:
-    """Refuses `regions="blocks"` where `torch.compile` was not given a model, which it would divide.
-
-    Raises:
-        ConfigError: For such a graph.
-    """
+    """Raises `ConfigError` for `regions="blocks"` if `torch.compile` was not given a model, which it would divide."""
     if options.regions == "blocks":
         divided = {module for model in _divided for module in model.modules()}
         if any(unit.model.root not in divided for unit in units_read(inputs)):
@@ -126,13 +122,10 @@ def is_whole_model(inputs: Sequence[object]) -> bool:
 
 
 def refuse_budget_of_a_part(inputs: Sequence[object], options: FSDPOptions, *, breaks: bool) -> None:
-    """Refuses a budget of memory for one of several graphs that are trained: none knows what the others hold.
+    """Raises `ConfigError` for a budget for one of several graphs that are trained: none knows what the others hold.
 
     The only graph of a forward may leave out units that this forward does not use, but not those that FSDP2's hooks
     gather, where a graph break is behind it (`breaks`).
-
-    Raises:
-        ConfigError: With the name of a unit that Dynamo's graph does not read.
     """
     if options.memory_budget_gb is None or not torch.is_grad_enabled():
         return

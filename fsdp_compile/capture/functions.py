@@ -46,8 +46,7 @@ _CONTROL_FLOW = ("cond", "while_loop", "scan", "associative_scan", "map_impl")
 def take_reads_out(gm: fx.GraphModule) -> None:
     """Moves reads out of the functions of control flow in a Dynamo graph, or in a function in it.
 
-    Raises:
-        UnsupportedModelError: For a region under `torch.compiler.nested_compile_region`.
+    Raises `UnsupportedModelError` for a region under `torch.compiler.nested_compile_region`.
     """
     changed = False
     for call in list(gm.graph.nodes):
@@ -71,11 +70,7 @@ def take_reads_out(gm: fx.GraphModule) -> None:
 
 
 def refuse_hidden_reads(gm: fx.GraphModule) -> None:
-    """Refuses a graph of AOTAutograd's in which another operator's function reads a parameter.
-
-    Raises:
-        UnsupportedModelError: With the line of the model that calls the operator.
-    """
+    """Raises `UnsupportedModelError` if the function of another operator reads a parameter in AOTAutograd's graph."""
     for call in gm.graph.nodes:
         if not isinstance(call.target, HigherOrderOperator):
             continue
@@ -92,9 +87,7 @@ def refuse_hidden_reads(gm: fx.GraphModule) -> None:
 def leave_functional_call(gm: fx.GraphModule) -> None:
     """Leaves a frame to Python if `functional_call` in its Dynamo graph calls what reads a sharded parameter.
 
-    Raises:
-        UnsupportedModelError: Where `fullgraph=True` was asked for.
-        Exception: Elsewhere, the one that tells Dynamo to leave the frame.
+    By an exception that tells Dynamo so, or by `UnsupportedModelError` where `fullgraph=True` was asked for.
     """
     what = "torch.func.functional_call() of a sharded module is compiled, where the given values would be ignored"
     for read in (node for part in gm.modules() if isinstance(part, fx.GraphModule) for node in reads_in(part)):

@@ -189,11 +189,7 @@ def _compare_values(module: nn.Module, named: Iterable[tuple[str, nn.Parameter]]
 
 
 def refuse_unused_sharding(inputs: Sequence[object], options: FSDPOptions) -> None:
-    """Refuses options for `fully_shard` where a model was sharded in another way: they would do nothing.
-
-    Raises:
-        ConfigError: With the name of such an option.
-    """
+    """Raises `ConfigError` for options of `fully_shard` if a model was sharded otherwise: they would do nothing."""
     if not options.sharding:
         return
     for model in dict.fromkeys(unit.model for unit in units_read(inputs)):

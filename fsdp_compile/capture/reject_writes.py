@@ -27,11 +27,7 @@ _IN_PLACE = re.compile(r"_*(setitem|i(add|sub|mul|matmul|truediv|floordiv|mod|po
 
 
 def refuse_writes(gm: fx.GraphModule, inputs: Sequence[object]) -> None:
-    """Refuses a Dynamo graph that writes into the result of a read, of its own or among its inputs.
-
-    Raises:
-        UnsupportedModelError: If there is such a write, with the line of the model that makes it.
-    """
+    """Raises `UnsupportedModelError` if a Dynamo graph writes into the result of a read, of its own or an input."""
     # Bodies of checkpoints and branches are graphs of their own.
     nodes = [node for part in gm.modules() if isinstance(part, fx.GraphModule) for node in part.graph.nodes]
     given = zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True)

@@ -25,11 +25,7 @@ _ARGUMENTS = inspect.signature(functional.embedding)
 
 
 def shard_lookups(gm: fx.GraphModule) -> None:
-    """Rewrites every lookup in a parameter that is sharded by rows.
-
-    Raises:
-        ConfigError: If a table has to be gathered for another read, or cannot be looked up where it is.
-    """
+    """Rewrites every lookup in a parameter that is sharded by rows; raises `ConfigError` where that cannot be."""
     for node in gm.graph.find_nodes(op="call_function", target=functional.embedding):
         bound = _ARGUMENTS.bind(*node.args, **node.kwargs)
         bound.apply_defaults()

@@ -56,12 +56,10 @@ def _is_wrapper(module: nn.Module) -> bool:
 
 
 def refuse(module: nn.Module, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Refuses to shard a plain model, with these parameters, in its first call.
+    """Raises `ConfigError` or `UnsupportedModelError` for a plain model that cannot be sharded in its first call.
 
-    Raises:
-        ConfigError: If it is in or around another data parallelism, is a part of a plain model, or has gradients or
-            hooks on them.
-        UnsupportedModelError: If it has a module of TorchScript with parameters, or one is not contiguous.
+    It may be in or around another data parallelism or a part of a plain model, and its parameters may have gradients,
+    hooks, or no contiguous memory, or be those of TorchScript.
     """
     for path, part in module.named_modules():
         if _is_wrapper(part):
@@ -177,11 +175,7 @@ def refuse_plain_rest_of_optimizer(optimizer: Optimizer, _args: Any, _kwargs: An
 
 
 def refuse_plain(gm: fx.GraphModule, inputs: Sequence[object]) -> None:
-    """Refuses plain parameters that a graph would train, each rank by itself.
-
-    Raises:
-        ConfigError: With the place of such a parameter.
-    """
+    """Raises `ConfigError` for plain parameters that a graph would train, each rank by itself."""
     averaged: set[int] | None = None
     for placeholder, value in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
         if type(value) is stale.StaleParameter:
@@ -206,11 +200,7 @@ def refuse_plain(gm: fx.GraphModule, inputs: Sequence[object]) -> None:
 
 
 def refuse_plain_forward(module: nn.Module) -> None:
-    """Refuses a forward of a plain model: behind graph breaks, Python may read the parameters that it trains.
-
-    Raises:
-        ConfigError: With the name of such a parameter.
-    """
+    """Raises `ConfigError` for a forward that trains a plain model: behind graph breaks, Python may read parameters."""
     if not torch.is_grad_enabled() or fsdp2.states_below(module):
         return
     named = [each for _, each in places_of(module) if each[1].requires_grad and not isinstance(each[1], DTensor)]

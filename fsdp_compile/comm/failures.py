@@ -247,10 +247,9 @@ def refuse_failed_elsewhere(waiting: str) -> None:
 
 @contextlib.contextmanager
 def explained(doing: str) -> Iterator[None]:
-    """Turns errors of collectives into one that names the rank that failed first; `doing` says what this rank does.
+    """Turns errors of collectives into a `RankFailedError` that names the rank that failed first.
 
-    Raises:
-        RankFailedError: If a collective in the block fails.
+    `doing` says what this rank does.
     """
     try:
         yield

@@ -205,11 +205,7 @@ def _mesh_group(dim: str, ranks: tuple[int, ...]) -> dist.ProcessGroup:
 
 
 def default_mesh(device_type: str) -> DeviceMesh:
-    """A 1-D mesh over the whole world, which is started from torchrun's environment if need be.
-
-    Raises:
-        ConfigError: If there is neither a process group nor torchrun's environment.
-    """
+    """A 1-D mesh over the whole world, started from torchrun's environment if need be; `ConfigError` without any."""
     if not dist.is_initialized():
         missing = [name for name in _TORCHRUN_VARIABLES if name not in os.environ]
         if missing:

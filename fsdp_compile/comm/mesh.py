@@ -56,8 +56,7 @@ def mesh_of(strategy: ShardingStrategy | None, mesh: DeviceMesh | None, *, devic
 def hybrid_mesh(device_type: str) -> DeviceMesh:
     """A mesh (replicate, shard) that shards over the ranks of each machine; equal ones for all calls in a world.
 
-    Raises:
-        ConfigError: If the ranks of a machine cannot be counted, or the world does not divide by their number.
+    Raises `ConfigError` if the ranks of a machine cannot be counted, or the world does not divide by their number.
     """
     world = default_mesh(device_type).size()  # starts the world if need be
     shard = ranks_per_host()

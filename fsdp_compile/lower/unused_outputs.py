@@ -41,11 +41,9 @@ def tangents_of(step: StepGraph) -> list[int]:
 def gradient_sources(backward: StepGraph) -> Sources | None:
     """The sources of the gradients in a backward before the passes join its messages.
 
-    A gradient without any source is not among them: it is zero by itself, whatever the loss.
-
-    Returns:
-        `None` if all have the same sources, or if the graph has something in it by which other ranks' losses may reach
-        a gradient, or whose outputs' gradients are no plain tensors: zeros are left then.
+    A gradient without any source is not among them: it is zero by itself, whatever the loss. `None` if all have the
+    same sources, or if the graph has something in it by which other ranks' losses may reach a gradient, or whose
+    outputs' gradients are no plain tensors: zeros are left then.
     """
     placeholders = backward.graph.find_nodes(op="placeholder")
     tangents = [placeholders[i] for i in tangents_of(backward)]
