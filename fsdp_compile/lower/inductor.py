@@ -23,23 +23,13 @@ from typing import Any, Final
 import torch
 from torch import fx
 
+from fsdp_compile._torch import inductor as private
 from fsdp_compile._torch.dynamo import (
     CustomPartitionerFn,
     compile_fx,
     compile_fx_inner,
     functorch_config,
     inductor_config,
-)
-from fsdp_compile._torch.inductor import (
-    COMBO_KERNELS_UNCHECKED,
-    COMMUNICATION_KEPT,
-    CustomSchedulerPass,
-    calls_operator,
-    compute_readers_first,
-    note_dependencies,
-    reduce_in_place,
-    run_in_order,
-    sources_of,
 )
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.ir.graph import Phase
@@ -69,24 +59,24 @@ class _InSettings:
         return str, (self.uuid(),)
 
 
-class FixCalls(_InSettings, CustomSchedulerPass):
+class FixCalls(_InSettings, private.CustomSchedulerPass):
     """Before fusion: lets calls of operators depend on each other in their order."""
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
         """Returns the nodes as they are, with more dependencies."""
         if nodes:
-            run_in_order([node for node in nodes if calls_operator(node)])
-            reduce_in_place(nodes)
-            note_dependencies(nodes)
+            private.run_in_order([node for node in nodes if private.calls_operator(node)])
+            private.reduce_in_place(nodes)
+            private.note_dependencies(nodes)
         return nodes
 
 
-class PlaceLate(_InSettings, CustomSchedulerPass):
+class PlaceLate(_InSettings, private.CustomSchedulerPass):
     """After fusion: puts each kernel where its last part was, or right before its first reader."""
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
         """Returns the nodes in their new order."""
-        sources = sources_of(nodes)
+        sources = private.sources_of(nodes)
         place = {node: node.max_order for node in nodes}
         for node in reversed(nodes):
             for source in sources[node]:
@@ -101,8 +91,8 @@ KEEP_OUR_ORDER: Final = {
     "reorder_for_peak_memory": False,
     "reorder_for_locality": False,
     "reorder_for_compute_comm_overlap": False,
-    **COMBO_KERNELS_UNCHECKED,
-    **COMMUNICATION_KEPT,
+    **private.COMBO_KERNELS_UNCHECKED,
+    **private.COMMUNICATION_KEPT,
 }
 FEW_LAUNCHES: Final = {"max_pointwise_cat_inputs": 64}
 """One kernel joins the gradients of a unit out of up to so many messages; by default it is one each, beyond eight."""
@@ -156,7 +146,7 @@ def compile_with_inductor(
         return region.finish(gm, phase, compile_graph)
 
     for operator in (UPDATE, POISON, CHECK_MESSAGE):
-        compute_readers_first(operator)
+        private.compute_readers_first(operator)
     patches = {**KEEP_OUR_ORDER, **FEW_LAUNCHES, **settings, "custom_partitioner_fn": _Partitioner(region)}
     # Its key has neither our passes nor our options, and would find graphs that were made with others.
     with functorch_config.patch(enable_autograd_cache=False):
