@@ -277,6 +277,7 @@ def traced_frame() -> FrameToCompile | None:
 
 
 def _frame_of(code: types.CodeType, passed: Any, namespace: Mapping[str, Any], closure: Any) -> FrameToCompile:
+    passed = dict(passed)
     held = [*passed.values(), *(namespace[name] for name in code.co_names if name in namespace)]
     for cell in closure or ():
         with contextlib.suppress(ValueError):  # it is not set yet

@@ -62,6 +62,7 @@ class Region:
         again: Parameter groups that are updated in backward, and that both graphs read.
         read: What the program reads, in its order.
         inserted: The collectives of each graph before it was planned.
+        sources: Of its backward, if gradients are not all computed from the same outputs' gradients.
     """
 
     flats: Mapping[int, Record]
