@@ -94,8 +94,8 @@ class Compared:
     @classmethod
     def of_text(cls, text: str) -> Compared:
         """Reads `text` of another rank."""
-        *lines, shared = json.loads(text)
-        return cls(*map(tuple, lines), shared=shared)
+        read, inserted, planned, shared = json.loads(text)
+        return cls(tuple(read), tuple(inserted), tuple(planned), shared=shared)
 
 
 Follow = Callable[[Lines], Compared]

@@ -74,7 +74,7 @@ def planned_calls(graph: fx.Graph) -> list[Call]:
         if operator == _WAIT:
             start, item = node.all_input_nodes[0], 0
             if start.target is getitem:
-                start, item = start.args  # type: ignore[assignment]
+                start, item = start.args
             waited = (starts[start], item) if start in starts else None  # else it is for an input
         elif space == _COLLECTIVES:
             starts[node] = len(starts)
