@@ -23,8 +23,11 @@ from torch._dynamo.comptime import comptime
 from torch._dynamo.eval_frame import OptimizedModule, skip_code
 from torch._dynamo.exc import SkipFrame
 from torch._functorch import config as functorch_config
-from torch._functorch._aot_autograd import descriptors
-from torch._functorch._aot_autograd.descriptors import PlainAOTInput, SavedForBackwardsAOTOutput
+from torch._functorch._aot_autograd.descriptors import (
+    PlainAOTInput,
+    SavedForBackwardsAOTOutput,
+    SavedForBackwardsNoVcCheckAOTOutput,
+)
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, detect_fake_mode
 from torch._inductor import config as inductor_config
@@ -36,17 +39,11 @@ from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule  # i
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.checkpoint import CheckpointPolicy
 
-_SAVED: tuple[type, ...] = tuple(
-    getattr(descriptors, name)
-    # The second: values whose version autograd does not check. Private names; a torch may lack it.
-    for name in ("SavedForBackwardsAOTOutput", "SavedForBackwardsNoVcCheckAOTOutput")
-    if hasattr(descriptors, name)
-)
-
 
 def is_saved_for_backward(description: object) -> bool:
     """Whether AOTAutograd describes an output of a forward graph as saved for backward, not returned."""
-    return isinstance(description, _SAVED)
+    # Of the second, autograd does not check the version.
+    return isinstance(description, SavedForBackwardsAOTOutput | SavedForBackwardsNoVcCheckAOTOutput)
 
 
 def updated_input(description: object) -> object | None:
@@ -334,13 +331,10 @@ def hint_of(size: torch.SymInt, largest_unknown: int) -> int:
     if node.hint is not None:
         return int(node.hint)
     environment, values = node.shape_env, {}
-    # The second up to 2.11.
-    name = "backed_var_to_val" if hasattr(environment, "backed_var_to_val") else "var_to_val"
-    traced = getattr(environment, name)
     for symbol in node.expr.free_symbols:
         bound = environment.var_to_range[symbol].upper
         unknown = int(bound) if bound.is_finite and bound < largest_unknown else largest_unknown
-        values[symbol] = traced.get(symbol, unknown)
+        values[symbol] = environment.backed_var_to_val.get(symbol, unknown)
     return int(node.expr.xreplace(values))
 
 
