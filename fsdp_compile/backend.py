@@ -154,7 +154,7 @@ def _refuse_other_cluster(options: FSDPOptions, example_inputs: Sequence[Any]) -
 def _before_compile(frame: FrameToCompile) -> None:
     """Takes over models that torch's FSDP2 has sharded, before Dynamo traces a frame that may read them."""
     plain.shard_in_frame(frame)
-    for module in plain.modules_of(frame):
+    for module in frame.modules:
         for model in take_over_all(module):
             for group in model.groups:
                 group.refuse_parametrized()

@@ -45,11 +45,9 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
 
 
 def largest(numbers: Sequence[int], group: dist.ProcessGroup) -> list[int]:
-    """The largest number of all ranks of a group at each place; they call this together, and wait for each other.
+    """The largest number (of 64 bits) of all ranks of a group at each place; they wait for each other.
 
-    Args:
-        numbers: Of 64 bits.
-        group: One that is used for nothing else: collectives of another order may be under way in others.
+    The group is used for nothing else: collectives of another order may be under way in others.
     """
     device = torch.device("cpu")
     stream: Any = contextlib.nullcontext()
@@ -144,11 +142,7 @@ def high_priority(backends: str, timeout: timedelta | None = None) -> Any:
 
     A rank's matmuls fill the device, so the few blocks of a collective would wait for them on a stream of equal
     priority. FSDP2 runs its collectives on such streams; `TORCH_NCCL_HIGH_PRIORITY=1` is torch's setting for the groups
-    that scripts make.
-
-    Args:
-        backends: Names of the group's backends, in any text.
-        timeout: Of the group; NCCL's default if not given.
+    that scripts make. `backends` has the names of the group's backends, in any text.
     """
     if "nccl" not in backends or not dist.is_nccl_available():
         return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import functools
 import inspect
 import sys
@@ -23,8 +23,11 @@ from torch._dynamo.comptime import comptime
 from torch._dynamo.eval_frame import OptimizedModule, skip_code
 from torch._dynamo.exc import SkipFrame
 from torch._functorch import config as functorch_config
-from torch._functorch._aot_autograd import descriptors
-from torch._functorch._aot_autograd.descriptors import PlainAOTInput, SavedForBackwardsAOTOutput
+from torch._functorch._aot_autograd.descriptors import (
+    PlainAOTInput,
+    SavedForBackwardsAOTOutput,
+    SavedForBackwardsNoVcCheckAOTOutput,
+)
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, detect_fake_mode
 from torch._inductor import config as inductor_config
@@ -36,17 +39,11 @@ from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule  # i
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.checkpoint import CheckpointPolicy
 
-_SAVED: tuple[type, ...] = tuple(
-    getattr(descriptors, name)
-    # The second: values whose version autograd does not check. Private names; a torch may lack it.
-    for name in ("SavedForBackwardsAOTOutput", "SavedForBackwardsNoVcCheckAOTOutput")
-    if hasattr(descriptors, name)
-)
-
 
 def is_saved_for_backward(description: object) -> bool:
     """Whether AOTAutograd describes an output of a forward graph as saved for backward, not returned."""
-    return isinstance(description, _SAVED)
+    # Of the second, autograd does not check the version.
+    return isinstance(description, SavedForBackwardsAOTOutput | SavedForBackwardsNoVcCheckAOTOutput)
 
 
 def updated_input(description: object) -> object | None:
@@ -77,8 +74,6 @@ _MODULE_CALLS = frozenset({"__call__", "_call_impl"})
 """Names of the functions through which modules are called: `nn.Module`'s, and those of `torch.compile(module)`."""
 _FORWARDS = _MODULE_CALLS | {"forward", "_wrapped_call_impl"}
 """Names of the functions in which a forward runs."""
-_CANNOT_TELL = (NameError, AttributeError, LookupError, TypeError, SyntaxError)
-"""Raised by expressions of Dynamo that are no Python, or need names which only its guards have."""
 
 
 def stack() -> Iterator[FrameType]:
@@ -117,24 +112,6 @@ def call_of(module: nn.Module) -> FrameType | None:
     return calls[-1] if calls else None
 
 
-def values_on_the_way(placeholder: fx.Node) -> Iterator[object]:
-    """The values along the path by which Dynamo found a graph input in the frame that it compiles, outermost first."""
-    translator = root_translator()
-    # Dynamo writes the path as expressions over the frame's locals and globals, and evaluates them itself for guards.
-    scope = {"L": {}, "G": {}} if translator is None else {"L": translator.f_locals, "G": translator.f_globals}
-    expressions: list[str] = []
-    source = getattr(placeholder, "_dynamo_source", None)
-    while source is not None:
-        name = source.name
-        expressions.append(name() if callable(name) else name)  # a method up to 2.11, a property later
-        source = getattr(source, "base", None)
-    for expression in reversed(expressions):
-        try:
-            yield eval(expression, dict(scope))
-        except _CANNOT_TELL:
-            continue
-
-
 def root_translator() -> Any:
     """What traces the frame; `None` if this thread runs neither Dynamo nor a backend that it has called."""
     try:
@@ -144,12 +121,9 @@ def root_translator() -> Any:
 
 
 def leave_to_python(why: str) -> Exception | None:
-    """The exception that makes Dynamo run the current frame, and later ones of its code, in Python.
+    """The exception that makes Dynamo run the current frame, and later ones of its code, in Python, and log why.
 
-    What the frame calls is compiled all the same. Dynamo logs why.
-
-    Returns:
-        `None` if Dynamo was asked for one graph (`fullgraph=True`).
+    What the frame calls is compiled all the same. `None` if Dynamo was asked for one graph (`fullgraph=True`).
     """
     translator = root_translator()
     if translator is None or translator.one_graph or translator.error_on_graph_break:
@@ -206,13 +180,9 @@ def given_backend(wrapped: Any) -> GivenBackend:
 def after_each_compile_of_a_module(
     backend: object, call: Callable[[OptimizedModule, nn.Module, Mapping[str, Any] | None], None]
 ) -> None:
-    """Calls a function when `torch.compile(module)` makes what it returns.
+    """Calls a function when `torch.compile(module)` has made something for a backend: with it, the module, the options.
 
     torch tells of no compile, but this one registers the module as a child of what it makes.
-
-    Args:
-        backend: The function that Dynamo calls; compiles for others are not told of.
-        call: Called with what is made, the module, and the options of the compile.
     """
 
     def registered(module: nn.Module, name: str, child: nn.Module | None) -> None:
@@ -265,30 +235,24 @@ def _call_of(_kind: Hashable) -> Callable[..., Any]:
     return types.FunctionType(_call.__code__.replace(), globals())
 
 
-@dataclasses.dataclass(frozen=True)
-class FrameToCompile:
-    """A frame that Dynamo is about to compile.
+class FrameToCompile(NamedTuple):
+    """A frame that Dynamo compiles.
 
     Attributes:
         starts: The module whose forward the frame is, if it is one.
-        names: Those of globals and attributes in the frame's code.
-        held: Values of its locals, of the variables that it closes over, and of globals that it names.
+        modules: That one and those in its locals, in the variables that it closes over and in globals that it names:
+            also in containers there, of methods, and in attributes of other objects that its code names.
     """
 
     starts: nn.Module | None
-    names: frozenset[str]
-    held: tuple[object, ...]
+    modules: tuple[nn.Module, ...]
 
 
 def before_each_compile(backend: object, call: Callable[[FrameToCompile], None]) -> None:
     """Calls a function with each frame before Dynamo compiles it, also if it then finds that it cannot or will not.
 
-    An exception of the function ends the compile and reaches the caller of the compiled code.
-
-    Args:
-        backend: The function that was given to `torch.compile`, or found by the given name; frames that are compiled
-            with others are not described.
-        call: The function.
+    An exception of the function ends the compile and reaches the caller of the compiled code. Frames that are compiled
+    with another backend than `backend`, a function, are not described.
     """
 
     def describe() -> str:
@@ -296,41 +260,40 @@ def before_each_compile(backend: object, call: Callable[[FrameToCompile], None])
         frame = next((f for f in own if f.f_code.co_name == "_compile"), None)
         given = None if frame is None else frame.f_locals
         if given is not None and given_backend(given["compiler_fn"]).function is backend:
-            call(_frame_to_compile(given))
+            call(_frame_of(given["code"], given["locals"], given["globals"], given.get("closure")))
         return ""  # a user context, of which there is none
 
     # Callbacks at the start of a compile would not tell of frames past the recompile limit, and a reset forgets them.
     torch._dynamo.register_hook_for_recompile_user_context(describe)
 
 
-def _frame_to_compile(given: Mapping[str, Any]) -> FrameToCompile:
-    code: types.CodeType = given["code"]
-    cells = [cell.cell_contents for cell in given.get("closure") or () if _is_set(cell)]
-    named = [given["globals"][name] for name in code.co_names if name in given["globals"]]
-    passed: Mapping[str, Any] = dict(given["locals"])
-    held = (*passed.values(), *cells, *named)
-    forwards = (
-        value
-        for value in (*held, *_unnamed_arguments(code, passed))
-        if isinstance(value, nn.Module) and getattr(value.forward, "__code__", None) is code
-    )
-    return FrameToCompile(next(forwards, None), frozenset(code.co_names), held)
+def traced_frame() -> FrameToCompile | None:
+    """The frame that Dynamo traces on this thread, if any."""
+    frame = root_translator()
+    return None if frame is None else _frame_of(frame.f_code, frame.f_locals, frame.f_globals, frame.closure)
 
 
-def _unnamed_arguments(code: types.CodeType, passed: Mapping[str, Any]) -> Sequence[object]:
-    """What `*args` are in a frame: those of a decorator's function in the place of a forward begin with the module."""
-    if not code.co_flags & inspect.CO_VARARGS:
-        return ()
-    name = code.co_varnames[code.co_argcount + code.co_kwonlyargcount]
-    return passed.get(name, ())  # a cell, which is no local, if a function inside reads it
+def _frame_of(code: types.CodeType, passed: Any, namespace: Mapping[str, Any], closure: Any) -> FrameToCompile:
+    passed = dict(passed)
+    held = [*passed.values(), *(namespace[name] for name in code.co_names if name in namespace)]
+    for cell in closure or ():
+        with contextlib.suppress(ValueError):  # it is not set yet
+            held.append(cell.cell_contents)
+    unnamed: Sequence[object] = ()
+    if code.co_flags & inspect.CO_VARARGS:
+        # Those of a decorator's function in the place of a forward begin with the module.
+        name = code.co_varnames[code.co_argcount + code.co_kwonlyargcount]
+        unnamed = passed.get(name, ())  # a cell, which is no local, if a function inside reads it
+    modules = (value for value in (*held, *unnamed) if isinstance(value, nn.Module))
+    starts = next((each for each in modules if getattr(each.forward, "__code__", None) is code), None)
 
-
-def _is_set(cell: types.CellType) -> bool:
-    try:
-        _ = cell.cell_contents
-    except ValueError:
-        return False
-    return True
+    held = [value.__self__ if isinstance(value, types.MethodType) else value for value in held]
+    owners = [vars(value) for value in held if not isinstance(value, nn.Module) and hasattr(value, "__dict__")]
+    found = [starts]
+    for value in (*held, *(owner[name] for owner in owners for name in code.co_names if name in owner)):
+        inside = value.values() if isinstance(value, dict) else value
+        found += inside if isinstance(value, dict | list | tuple) else [value]
+    return FrameToCompile(starts, tuple(dict.fromkeys(each for each in found if isinstance(each, nn.Module))))
 
 
 def traced_module() -> nn.Module | None:
@@ -367,16 +330,11 @@ def hint_of(size: torch.SymInt, largest_unknown: int) -> int:
     node = size.node
     if node.hint is not None:
         return int(node.hint)
-    environment = node.shape_env
-    # A private name, which is another one up to 2.11.
-    traced = getattr(environment, "backed_var_to_val", None)
-    if traced is None:
-        traced = environment.var_to_val
-    values = {}
+    environment, values = node.shape_env, {}
     for symbol in node.expr.free_symbols:
         bound = environment.var_to_range[symbol].upper
         unknown = int(bound) if bound.is_finite and bound < largest_unknown else largest_unknown
-        values[symbol] = traced.get(symbol, unknown)
+        values[symbol] = environment.backed_var_to_val.get(symbol, unknown)
     return int(node.expr.xreplace(values))
 
 

@@ -122,6 +122,10 @@ prefetched: Callable[[FSDPState], tuple[Sequence[FSDPState], Sequence[FSDPState]
     "_states_to_forward_prefetch", "_states_to_backward_prefetch"
 )
 """The states whose units are to be gathered early, where this one is used: in forward, and in backward."""
+is_last_backward: Callable[[FSDPState], bool] = attrgetter("_state_ctx.is_last_backward")
+"""Whether the next backward is the last one of a step (`set_is_last_backward`)."""
+modules_to_run: Callable[[FSDPState], set[nn.Module]] = attrgetter("_modules_to_run_forward")
+"""The modules of a call on several that have not ended in this forward; empty if none or all have."""
 end_with_backward: Callable[[FSDPState], None] = methodcaller("_register_root_post_backward_final_callback")
 """Makes FSDP2 end its part of a backward, as its own hooks do where the output of the root comes from them."""
 
@@ -141,27 +145,12 @@ def own_setting(state: FSDPState, name: str, *, default: Any) -> Any:
     return getattr(kept(state, "settings"), name, default)
 
 
-def is_last_backward(state: FSDPState) -> bool:
-    """Whether the next backward is the last one of a step (`set_is_last_backward`)."""
-    return bool(state._state_ctx.is_last_backward)
-
-
 def wait_for_optimizer(state: FSDPState) -> None:
     """Makes what comes next on this stream wait for the event of `set_post_optim_event`, as FSDP2's gathers do."""
     context = state._state_ctx
     if context.post_optim_event is not None:
         context.post_optim_event.wait()
         context.post_optim_event = None
-
-
-def is_partly_run(state: FSDPState) -> bool:
-    """Whether some modules of a call on several have run in this forward, and others have not."""
-    return bool(state._modules_to_run_forward)
-
-
-def have_some_run(state: FSDPState) -> bool:
-    """Whether some modules of a call on several have ended in this forward, and others have not."""
-    return 0 < len(state._modules_to_run_forward) < len(state._modules)
 
 
 def leave_forward(state: FSDPState) -> None:
@@ -303,10 +292,9 @@ def reshard(group: TorchGroup) -> None:
 
 
 def take_gathered(group: TorchGroup) -> dict[int, torch.Tensor]:
-    """Takes the gathered parameters of a group away from FSDP2, which then has the sharded ones registered.
+    """Takes the gathered parameters of a group, by `id` of their objects, from FSDP2, which registers the sharded ones.
 
-    Returns:
-        By `id` of the parameter's object. None of an all-gather extension, whose result is the extension's own.
+    None of an all-gather extension, whose result is the extension's own.
     """
     end_unshard(group)
     taken = {}
@@ -403,16 +391,12 @@ def offloads(group: TorchGroup) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Ranks:
-    """Ranks that share parameters out, or that have copies of what they share out; by default this one alone.
-
-    Attributes:
-        group: Their process group, if any.
-        stride: Distance of neighbours in the world.
-    """
+    """Ranks that share parameters out, or that have copies of what they share out; by default this one alone."""
 
     size: int = 1
     group: dist.ProcessGroup | None = None
     stride: int = 1
+    """Distance of neighbours in the world."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -116,7 +116,7 @@ def add_group(
 def merge_calls(into: nn.Module, others: Iterable[nn.Module]) -> None:
     """Makes the parameters of calls on `others`, which no forward has run yet, those of the call on `into`."""
     target = _state(into)
-    for state in dict.fromkeys(_state(module) for module in others):
+    for state in dict.fromkeys(map(_state, others)):
         state._pre_forward_hook_handle.remove()
         state._post_forward_hook_handle.remove()
         for module in state._modules:
@@ -169,8 +169,8 @@ def _state(module: nn.Module) -> Any:
 
 
 def _may_be_one(first: Any, second: Any) -> bool:
-    trainable = [p.sharded_param for p in (*first.fsdp_params, *second.fsdp_params) if p.sharded_param.requires_grad]
-    return first.mesh_info == second.mesh_info and len({p.dtype for p in trainable}) <= 1
+    trained = [p.sharded_param for p in (*first.fsdp_params, *second.fsdp_params) if p.sharded_param.requires_grad]
+    return first.mesh_info == second.mesh_info and len({p.dtype for p in trained}) <= 1
 
 
 @contextlib.contextmanager

@@ -26,6 +26,8 @@ shard_data: Callable[[TorchParam], torch.Tensor] = attrgetter("_sharded_param_da
 """This rank's shard with padding, 1-D, as FSDP2 sends it."""
 padded_shape: Callable[[TorchParam], torch.Size] = attrgetter("padded_sharded_param_size")
 """Shape of this rank's shard with padding, the same on all ranks."""
+shard_dim: Callable[[TorchParam], int] = attrgetter("fsdp_placement.dim")
+"""The dimension that is sharded."""
 pins_memory: Callable[[TorchParam], bool] = attrgetter("pin_memory")
 """Whether the shard is in page-locked memory of the host."""
 Seen = tuple[TorchParam, nn.Parameter, torch.Tensor, bool]
@@ -53,11 +55,6 @@ def are_changed(seen: Sequence[Seen]) -> bool:
 def shape_of(param: TorchParam) -> tuple[int, ...]:
     """Shape of the gathered parameter; of this rank's part of it if it is a DTensor over other ranks, too."""
     return tuple(param._orig_size)
-
-
-def shard_dim(param: TorchParam) -> int:
-    """The dimension that is sharded."""
-    return int(param.fsdp_placement.dim)
 
 
 def set_shard_data(param: TorchParam, data: torch.Tensor) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -14,7 +15,6 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._pytree import tree_leaves, tree_map
 
 OpOverload = torch._ops.OpOverload
-OpOverloadPacket = torch._ops.OpOverloadPacket
 HigherOrderOperator = torch._ops.HigherOrderOperator
 _OLDER_BATCH: Any = torch._C._parse_dispatch_key("Batched")
 _OUTERMOST_BATCH = 1
@@ -37,9 +37,8 @@ def new_dtensor(local: torch.Tensor, mesh: dist.DeviceMesh, placements: tuple[An
     return DTensor(local, spec, requires_grad=False)
 
 
-def local_tensor(parameter: DTensor) -> torch.Tensor:
-    """The local tensor of a DTensor itself, without autograd and without a view."""
-    return parameter._local_tensor
+local_tensor: Callable[[DTensor], torch.Tensor] = attrgetter("_local_tensor")
+"""The local tensor of a DTensor itself, without autograd and without a view."""
 
 
 def set_local_tensor(parameter: DTensor, local: torch.Tensor) -> None:

@@ -18,7 +18,8 @@ from fsdp_compile.layout.spec import GradPlacement, UnshardSpec, parse
 from fsdp_compile.ops.embedding import LOOK_UP
 from fsdp_compile.ops.unshard import UNSHARD
 
-_PENDING = {GradPlacement.UNREDUCED: Role.UNREDUCED_GRAD, GradPlacement.REDUCE_SCATTERED: Role.PARTIAL_GRAD}
+PENDING = {GradPlacement.UNREDUCED: Role.UNREDUCED_GRAD, GradPlacement.REDUCE_SCATTERED: Role.PARTIAL_GRAD}
+"""The inputs of a graph with gradients of earlier backwards, by how far these are reduced."""
 
 
 def flat_inputs(inputs: Sequence[object]) -> dict[int, Record]:
@@ -43,7 +44,7 @@ def flat_inputs(inputs: Sequence[object]) -> dict[int, Record]:
         for leaf in group.pending.leaves.values():
             extra[id(leaf)] = dataclasses.replace(record, role=Role.GRAD_ACCUMULATOR)
         for placement, blank in group.pending.blanks.items():
-            extra[id(blank)] = dataclasses.replace(record, role=_PENDING[placement])
+            extra[id(blank)] = dataclasses.replace(record, role=PENDING[placement])
     return found | {i: extra[id(value)] for i, value in enumerate(inputs) if id(value) in extra}
 
 

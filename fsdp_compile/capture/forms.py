@@ -19,7 +19,7 @@ from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2.module_class import user_class
 from fsdp_compile.fsdp2.param_group import ParamGroup
 from fsdp_compile.fsdp2.take_over import models, take_over_all
-from fsdp_compile.fsdp2.unit import Model, Unit
+from fsdp_compile.fsdp2.unit import Unit
 from fsdp_compile.options import FSDPOptions
 
 LIKE_UNITS: Final = 12
@@ -32,10 +32,7 @@ _divided: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def choose_form(compiled: dynamo.OptimizedModule) -> tuple[tuple[nn.Module, ...], str]:
-    """The form of a compiled model that is sharded, and is about to be called first.
-
-    Returns:
-        The modules to compile one by one, or none to compile the model as a whole; and why.
+    """The modules of a sharded model to compile one by one, or none to compile it as a whole; and why.
 
     Raises:
         ConfigError: If the user says "blocks", and the model has none.
@@ -107,15 +104,10 @@ def divide(compiled: dynamo.OptimizedModule, blocks: Sequence[nn.Module]) -> Non
 
 
 def refuse_unused_regions(inputs: Sequence[object], options: FSDPOptions) -> None:
-    """Refuses `regions="blocks"` where `torch.compile` was not given a model, which it would divide.
-
-    Raises:
-        ConfigError: For such a graph.
-    """
+    """Raises `ConfigError` for `regions="blocks"` if `torch.compile` was not given a model, which it would divide."""
     if options.regions == "blocks":
         divided = {module for model in _divided for module in model.modules()}
-        models = {group.unit.model for value in inputs if (group := ParamGroup.of(value)) is not None}
-        if any(model.root not in divided for model in models):
+        if any(unit.model.root not in divided for unit in units_read(inputs)):
             raise ConfigError(
                 "blocks are compiled one by one by torch.compile(model), and this is a function or an in-place compile",
                 where="options={'regions': 'blocks'}",
@@ -130,22 +122,19 @@ def is_whole_model(inputs: Sequence[object]) -> bool:
 
 
 def refuse_budget_of_a_part(inputs: Sequence[object], options: FSDPOptions, *, breaks: bool) -> None:
-    """Refuses a budget of memory for one of several graphs that are trained: none knows what the others hold.
+    """Raises `ConfigError` for a budget for one of several graphs that are trained: none knows what the others hold.
 
     The only graph of a forward may leave out units that this forward does not use, but not those that FSDP2's hooks
     gather, where a graph break is behind it (`breaks`).
-
-    Raises:
-        ConfigError: With the name of a unit that Dynamo's graph does not read.
     """
     if options.memory_budget_gb is None or not torch.is_grad_enabled():
         return
     module = dynamo.traced_module()
-    around = [model for model in models() if module in set(model.root.modules())]
-    for unit in (unit for model in {*_models(inputs), *around} for unit in model.units):
+    inside = None if module is None else set(module.modules())
+    around = {model for model in models() if module in set(model.root.modules())}
+    for unit in (unit for model in {unit.model for unit in units_read(inputs)} | around for unit in model.units):
         if unit.only_hooks:
             raise refusal_of_several(f"FSDP2's hooks gather unit {unit.title} ({unit.only_hooks})", options)
-    inside = None if module is None else set(module.modules())
     for unit in _unread(inputs):
         if breaks or (inside is not None and inside.isdisjoint(fsdp2.modules_of(unit.state))):
             raise refusal_of_several(f"the graph does not read {unit.title}", options)
@@ -166,15 +155,14 @@ def _unread(inputs: Sequence[object]) -> list[Unit]:
 
     Not those of modules that the user has removed since.
     """
-    read = {group.unit for value in inputs if (group := ParamGroup.of(value)) is not None}
-    found: list[Unit] = []
-    for model in _models(inputs):
+    read, found = units_read(inputs), []
+    for model in dict.fromkeys(unit.model for unit in read):
         present = set(model.root.modules())
         left = (unit for unit in model.units if unit.groups and unit not in read)
         found += [unit for unit in left if not present.isdisjoint(fsdp2.modules_of(unit.state))]
     return found
 
 
-def _models(inputs: Sequence[object]) -> list[Model]:
-    """The models of which Dynamo's graph reads any unit."""
-    return list(dict.fromkeys(group.unit.model for v in inputs if (group := ParamGroup.of(v)) is not None))
+def units_read(inputs: Sequence[object]) -> dict[Unit, None]:
+    """The units that Dynamo's graph reads, in the order of its inputs."""
+    return dict.fromkeys(group.unit for value in inputs if (group := ParamGroup.of(value)) is not None)

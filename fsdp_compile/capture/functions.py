@@ -22,7 +22,8 @@ graph has such a call runs in Python, and what it calls is compiled.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,7 +37,8 @@ from fsdp_compile.ir.queries import function_at, functions_of
 from fsdp_compile.ir.source_line import frames_of, source_line
 from fsdp_compile.ops.unshard import REDUCE_GRAD, UNSHARD
 
-_UNSHARD = (torch.ops.fsdp_compile.unshard, UNSHARD)
+READS = (torch.ops.fsdp_compile.unshard, UNSHARD)
+"""Targets of the calls that read a parameter: those of Dynamo's graph, and of AOTAutograd's."""
 _CONTROL_FLOW = ("cond", "while_loop", "scan", "associative_scan", "map_impl")
 """Operators that end in a tuple of operands, which are the last arguments of all of their functions."""
 
@@ -44,8 +46,7 @@ _CONTROL_FLOW = ("cond", "while_loop", "scan", "associative_scan", "map_impl")
 def take_reads_out(gm: fx.GraphModule) -> None:
     """Moves reads out of the functions of control flow in a Dynamo graph, or in a function in it.
 
-    Raises:
-        UnsupportedModelError: For a region under `torch.compiler.nested_compile_region`.
+    Raises `UnsupportedModelError` for a region under `torch.compiler.nested_compile_region`.
     """
     changed = False
     for call in list(gm.graph.nodes):
@@ -69,17 +70,13 @@ def take_reads_out(gm: fx.GraphModule) -> None:
 
 
 def refuse_hidden_reads(gm: fx.GraphModule) -> None:
-    """Refuses a graph of AOTAutograd's in which another operator's function reads a parameter.
-
-    Raises:
-        UnsupportedModelError: With the line of the model that calls the operator.
-    """
+    """Raises `UnsupportedModelError` if the function of another operator reads a parameter in AOTAutograd's graph."""
     for call in gm.graph.nodes:
         if not isinstance(call.target, HigherOrderOperator):
             continue
         inside = (part for function in functions_of(call) for part in function_at(function).modules())
         nodes = (node for part in inside if isinstance(part, fx.GraphModule) for node in part.graph.nodes)
-        if any(node.target in (*_UNSHARD, REDUCE_GRAD) for node in nodes):
+        if any(node.target in (*READS, REDUCE_GRAD) for node in nodes):
             raise UnsupportedModelError(
                 f"a function that is passed to torch.ops.higher_order.{call.target.name()} reads a parameter",
                 where=source_line(call),
@@ -90,40 +87,30 @@ def refuse_hidden_reads(gm: fx.GraphModule) -> None:
 def leave_functional_call(gm: fx.GraphModule) -> None:
     """Leaves a frame to Python if `functional_call` in its Dynamo graph calls what reads a sharded parameter.
 
-    Raises:
-        UnsupportedModelError: Where `fullgraph=True` was asked for.
-        Exception: Elsewhere, the one that tells Dynamo to leave the frame.
+    By an exception that tells Dynamo so, or by `UnsupportedModelError` where `fullgraph=True` was asked for.
     """
-    for part in gm.modules():
-        if isinstance(part, fx.GraphModule):
-            for node in part.graph.nodes:
-                if node.target in _UNSHARD:
-                    _leave_inside(node)
-
-
-def _leave_inside(read: fx.Node) -> None:
-    inside = [frame for frame in frames_of(read) if frame.file == stateless.__file__]
-    # Reads before the call only find out which parameters are tied.
-    if not inside or inside[-1].function != "_functional_call":
-        return
     what = "torch.func.functional_call() of a sharded module is compiled, where the given values would be ignored"
-    where = source_line(read, that_calls=stateless.__file__)
-    raise leave_to_python(f"fsdp_compile: {what} ({where})") or UnsupportedModelError(
-        what,
-        where=where,
-        instead="fullgraph=False, or functional_call() in a function under @torch.compiler.disable",
-    )
+    for read in (node for part in gm.modules() if isinstance(part, fx.GraphModule) for node in reads_in(part)):
+        inside = [frame for frame in frames_of(read) if frame.file == stateless.__file__]
+        # Reads before the call only find out which parameters are tied.
+        if inside and inside[-1].function == "_functional_call":
+            where = source_line(read, that_calls=stateless.__file__)
+            raise leave_to_python(f"fsdp_compile: {what} ({where})") or UnsupportedModelError(
+                what,
+                where=where,
+                instead="fullgraph=False, or functional_call() in a function under @torch.compiler.disable",
+            )
 
 
 def reads_in(function: fx.GraphModule) -> list[fx.Node]:
     """The reads of parameters in a function of Dynamo's."""
-    return [node for node in function.graph.nodes if node.op == "call_function" and node.target in _UNSHARD]
+    return [node for node in function.graph.nodes if node.op == "call_function" and node.target in READS]
 
 
 def returned_reads(gm: fx.GraphModule) -> list[int]:
     """The positions of parameters among the results of a Dynamo graph."""
     results: Any = gm.graph.output_node().args[0]
-    return [i for i, node in enumerate(results) if isinstance(node, fx.Node) and node.target in _UNSHARD]
+    return [i for i, node in enumerate(results) if isinstance(node, fx.Node) and node.target in READS]
 
 
 def _hoist(call: fx.Node) -> None:
@@ -154,21 +141,23 @@ def _hoist(call: fx.Node) -> None:
         function.graph.lint()
         function.recompile()
     kept = tuple(operand for i, operand in enumerate(operands) if i not in unused)
+    gm: Any = call.graph.owning_module
     with call.graph.inserting_before(call):
         for node, function in functions.items():
-            name = _add_attribute(call.graph, str(node.target), function)
+            stem = str(node.target).replace(".", "_")
+            name = next(name for number in itertools.count() if not hasattr(gm, name := f"{stem}_{number}"))
+            setattr(gm, name, function)
             call.replace_input_with(node, call.graph.get_attr(name))
             if not node.users:
                 call.graph.erase_node(node)
     call.args = (*call.args[:-1], kept)
 
 
-def _movable_reads(function: fx.GraphModule, operands: Sequence[Any]) -> Iterator[tuple[fx.Node, tuple[Any, ...]]]:
+def _movable_reads(function: fx.GraphModule, operands: Sequence[Any]) -> list[tuple[fx.Node, tuple[Any, ...]]]:
     """The reads in a function, and the arguments that each has outside of it."""
     outside = dict(zip(_arguments(function, len(operands)), operands, strict=True))
-    for node in reads_in(function):
-        if all(source in outside for source in node.all_input_nodes):
-            yield node, fx.node.map_arg(node.args, outside.__getitem__)
+    reads = (node for node in reads_in(function) if outside.keys() >= {*node.all_input_nodes})
+    return [(node, fx.node.map_arg(node.args, outside.__getitem__)) for node in reads]
 
 
 def _copy(function: fx.GraphModule) -> fx.GraphModule:
@@ -190,13 +179,3 @@ def _add_argument(function: fx.GraphModule, like: fx.Node) -> fx.Node:
         added = function.graph.placeholder(f"{like.name}_argument")
     added.meta = dict(like.meta)
     return added
-
-
-def _add_attribute(graph: fx.Graph, name: str, value: Any) -> str:
-    """Sets an attribute of a graph's module under a name that is free; returns that name."""
-    gm: Any = graph.owning_module
-    stem, number = name.replace(".", "_"), 0
-    while hasattr(gm, f"{stem}_{number}"):
-        number += 1
-    setattr(gm, f"{stem}_{number}", value)
-    return f"{stem}_{number}"

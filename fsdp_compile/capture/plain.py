@@ -10,7 +10,6 @@ What comes first makes no difference between what Dynamo compiles of a model and
 from __future__ import annotations
 
 import functools
-import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fsdp_compile._torch import dynamo
 from fsdp_compile._torch import fully_shard as fsdp2
 from fsdp_compile._torch.autograd import outside_of_transforms
-from fsdp_compile.capture.forms import choose_form, divide
+from fsdp_compile.capture.forms import choose_form, divide, units_read
 from fsdp_compile.capture.unaveraged import (
     WRAPPERS,
     ids_in,
@@ -41,7 +40,6 @@ from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2 import stale
 from fsdp_compile.fsdp2.accumulation import follow_no_sync
 from fsdp_compile.fsdp2.module_class import user_class
-from fsdp_compile.fsdp2.param_group import ParamGroup
 from fsdp_compile.fsdp2.shards import local_of
 from fsdp_compile.fsdp2.take_over import model_of, take_over_all, watch_calls
 from fsdp_compile.fsdp2.updates import update_as
@@ -83,8 +81,7 @@ def _begin(compiled: dynamo.OptimizedModule) -> None:
 def shard_now(module: nn.Module) -> bool:
     """Shards a compiled plain model that was not called yet, or the compiled one that it is a part of.
 
-    Returns:
-        Whether it was sharded: not if nobody has compiled it, or if it is sharded, or has no parameters.
+    Not if nobody has compiled it, or if it is sharded, or has no parameters; returns whether it did.
     """
     if module not in waiting:
         return False
@@ -97,39 +94,25 @@ def shard_now(module: nn.Module) -> bool:
     return done
 
 
-def modules_of(frame: dynamo.FrameToCompile) -> list[nn.Module]:
-    """The modules that a frame holds, in containers, too, and those in attributes of other objects it names."""
-    held = [value.__self__ if isinstance(value, types.MethodType) else value for value in frame.held]
-    owners = [value for value in held if not isinstance(value, nn.Module) and hasattr(value, "__dict__")]
-    found: list[object] = [frame.starts]
-    for value in (*held, *(vars(owner)[name] for owner in owners for name in frame.names & vars(owner).keys())):
-        inside = value.values() if isinstance(value, dict) else value
-        found += inside if isinstance(value, dict | list | tuple) else [value]
-    return list(dict.fromkeys(value for value in found if isinstance(value, nn.Module)))
-
-
 def shard_in_frame(frame: dynamo.FrameToCompile) -> None:
     """Shards the compiled plain models that a frame may call, before Dynamo traces it."""
-    for held in modules_of(frame):
+    for held in frame.modules:
         module = held._orig_mod if isinstance(held, dynamo.OptimizedModule) else held
         if module in waiting and shard_now(module) and (call := dynamo.call_of(module)) is not None:
             # `compiled.forward(x)`: hooks of the call itself have not run.
-            _refuse_missed_casts(module)
             model = model_of(module)
             for unit in [] if model is None else model.units:
                 if module in fsdp2.modules_of(unit.state):
+                    policy = fsdp2.policy_of(unit.state)
+                    if (policy.param_dtype and policy.cast_forward_inputs) or policy.output_dtype:
+                        raise ConfigError(
+                            "mixed precision casts inputs or outputs of this module, and its call had begun before it "
+                            "was sharded",
+                            where=f"{type(module).__name__}.forward(), options={{'mp_policy': ...}}",
+                            instead="call the compiled model itself, or fully_shard(model, mp_policy=...) before "
+                            "torch.compile",
+                        )
                     unit.defer(call)
-
-
-def _refuse_missed_casts(module: nn.Module) -> None:
-    state = fsdp2.state_of(module)
-    policy = None if state is None else fsdp2.policy_of(state)
-    if policy and ((policy.param_dtype and policy.cast_forward_inputs) or policy.output_dtype):
-        raise ConfigError(
-            "mixed precision casts inputs or outputs of this module, and its call had begun before it was sharded",
-            where=f"{type(module).__name__}.forward(), options={{'mp_policy': ...}}",
-            instead="call the compiled model itself, or fully_shard(model, mp_policy=...) before torch.compile",
-        )
 
 
 def _shard(module: nn.Module, options: FSDPOptions) -> bool:
@@ -185,15 +168,16 @@ def _compare_values(module: nn.Module, named: Iterable[tuple[str, nn.Parameter]]
     }
     values = dict(named) | saved
 
-    def sum_of_words(value: torch.Tensor) -> int:
+    def summary(value: torch.Tensor) -> str:
         octets = local_of(value).detach().reshape(-1).view(torch.uint8)
-        return int((octets.view(torch.int64) if octets.numel() % 8 == 0 else octets).sum())
+        words = octets.view(torch.int64) if octets.numel() % 8 == 0 else octets
+        return f"{tuple(value.shape)} with sum {int(words.sum())}"
 
     mesh = default_mesh(next(iter(values.values())).device.type) if options.mesh is None else options.mesh
     check_mesh(mesh)
     if mesh.size() > 1:
         alike.require(
-            {name: f"{tuple(value.shape)} with sum {sum_of_words(value)}" for name, value in values.items()},
+            {name: summary(value) for name, value in values.items()},
             [mesh.get_group(dim) for dim in range(mesh.ndim)],
             torch.device(mesh.device_type),
             what="values of a plain model, of which each would keep its part",
@@ -205,14 +189,10 @@ def _compare_values(module: nn.Module, named: Iterable[tuple[str, nn.Parameter]]
 
 
 def refuse_unused_sharding(inputs: Sequence[object], options: FSDPOptions) -> None:
-    """Refuses options for `fully_shard` where a model was sharded in another way: they would do nothing.
-
-    Raises:
-        ConfigError: With the name of such an option.
-    """
+    """Raises `ConfigError` for options of `fully_shard` if a model was sharded otherwise: they would do nothing."""
     if not options.sharding:
         return
-    for model in {group.unit.model: None for v in inputs if (group := ParamGroup.of(v)) is not None}:
+    for model in dict.fromkeys(unit.model for unit in units_read(inputs)):
         made_with = sharded.get(model.root)
         for name, value in options.sharding.items():
             if made_with is None or name not in made_with or not _same(value, made_with[name]):

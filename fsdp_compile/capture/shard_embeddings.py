@@ -11,43 +11,34 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import fx
 from torch.nn import functional
 
+from fsdp_compile.capture.functions import READS
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.ir.queries import module_of
 from fsdp_compile.ir.source_line import source_line
 from fsdp_compile.layout.spec import GradPlacement, UnshardSpec, parse
 from fsdp_compile.ops.embedding import LOOK_UP
-from fsdp_compile.ops.unshard import UNSHARD
 
-_UNSHARD = (torch.ops.fsdp_compile.unshard, UNSHARD)
 _ARGUMENTS = inspect.signature(functional.embedding)
 
 
 def shard_lookups(gm: fx.GraphModule) -> None:
-    """Rewrites every lookup in a parameter that is sharded by rows.
-
-    Raises:
-        ConfigError: If a table has to be gathered for another read, or cannot be looked up where it is.
-    """
+    """Rewrites every lookup in a parameter that is sharded by rows; raises `ConfigError` where that cannot be."""
     for node in gm.graph.find_nodes(op="call_function", target=functional.embedding):
         bound = _ARGUMENTS.bind(*node.args, **node.kwargs)
         bound.apply_defaults()
         given = bound.arguments
         weight = given["weight"]
-        if not isinstance(weight, fx.Node) or weight.target not in _UNSHARD:
+        if not isinstance(weight, fx.Node) or weight.target not in READS:
             continue
         flat, text, *beside = weight.args
         spec = parse(str(text))
-        if (
-            # Accumulated gradients (`no_sync`) are those of full parameters, and parameters that are still unsharded
-            # need no exchange: such tables are read as always.
-            spec.size == 1
-            or spec.grad_placement is not GradPlacement.REDUCED
-            or any(held is not None for held in beside)
-        ):
+        # Accumulated gradients (`no_sync`) are those of full parameters, and parameters that are still unsharded need
+        # no exchange: such tables are read as always.
+        is_accumulating = spec.grad_placement is not GradPlacement.REDUCED or any(held is not None for held in beside)
+        if spec.size == 1 or is_accumulating:
             continue
         for problem, instead in _problems(weight, spec, given):
             raise ConfigError(
@@ -70,8 +61,10 @@ def shard_lookups(gm: fx.GraphModule) -> None:
 
 def _problems(weight: fx.Node, spec: UnshardSpec, given: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Why a table cannot stay sharded, and what to do instead."""
-    others = [user for user in weight.users if user.target is not functional.embedding]
-    if others or _is_read_again(weight):
+    flat, text = weight.args[:2]
+    assert isinstance(flat, fx.Node)
+    reads = [read for read in flat.users if read is weight or (read.target in READS and read.args[1] == text)]
+    if any(user.target is not functional.embedding for read in reads for user in read.users):
         yield "its weight is read in other ways too, so it is gathered anyway", "embedding='gathered'"
     if spec.dim != 0:
         yield f"its weight is sharded on dimension {spec.dim}", "Shard(0) for it"
@@ -85,15 +78,3 @@ def _problems(weight: fx.Node, spec: UnshardSpec, given: dict[str, Any]) -> Iter
         yield "its shard is offloaded to the host", "no offload_policy for its unit"
     if spec.post_forward_size > 1:
         yield "parts of its weight are kept from forward to backward", "reshard_after_forward=True for its unit"
-
-
-def _is_read_again(weight: fx.Node) -> bool:
-    """Whether another read of the same parameter is used by anything else than lookups."""
-    flat, text = weight.args[:2]
-    assert isinstance(flat, fx.Node)
-    return any(
-        user.target is not functional.embedding
-        for read in flat.users
-        if read is not weight and read.target in _UNSHARD and read.args[1] == text
-        for user in read.users
-    )

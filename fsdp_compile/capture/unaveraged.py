@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from fsdp_compile._torch import fully_shard as fsdp2
-from fsdp_compile._torch.dynamo import OptimizedModule, modules_being_called, values_on_the_way
+from fsdp_compile._torch.dynamo import OptimizedModule, modules_being_called, traced_frame
 from fsdp_compile._torch.fully_shard_calls import is_replicated
 from fsdp_compile._torch.tensors import is_gathered
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
@@ -51,16 +51,18 @@ def ids_in(modules: Iterable[nn.Module]) -> set[int]:
     return {id(p) for part in parts for p in part._parameters.values() if p is not None}
 
 
-def refuse(module: nn.Module, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Refuses to shard a plain model, with these parameters, in its first call.
+def _is_wrapper(module: nn.Module) -> bool:
+    return isinstance(module, WRAPPERS) or is_replicated(module)
 
-    Raises:
-        ConfigError: If it is in or around another data parallelism, is a part of a plain model, or has gradients or
-            hooks on them.
-        UnsupportedModelError: If it has a module of TorchScript with parameters, or one is not contiguous.
+
+def refuse(module: nn.Module, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Raises `ConfigError` or `UnsupportedModelError` for a plain model that cannot be sharded in its first call.
+
+    It may be in or around another data parallelism or a part of a plain model, and its parameters may have gradients,
+    hooks, or no contiguous memory, or be those of TorchScript.
     """
     for path, part in module.named_modules():
-        if isinstance(part, WRAPPERS) or is_replicated(part):
+        if _is_wrapper(part):
             raise _refuse_wrapper(part, path or type(part).__name__)
         if isinstance(part, torch.jit.ScriptModule) and any(True for _ in part.parameters(recurse=False)):
             raise UnsupportedModelError(
@@ -82,20 +84,17 @@ def refuse(module: nn.Module, named: Iterable[tuple[str, nn.Parameter]]) -> None
                 instead="step with it or drop it (model.zero_grad()) before the first compiled call",
             )
         if hooks := user_hooks(parameter):
+            hook: Any = hooks[0]
+            code = getattr(hook, "__code__", None)
+            title = getattr(hook, "__qualname__", type(hook).__qualname__)
+            begin = "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
             raise ConfigError(
                 "a parameter has hooks on its gradient, and its sharded successor would not",
-                where=f"{name}, hook {_title(hooks[0])}",
+                where=f"{name}, hook {title}{begin}",
                 instead="fully_shard(model) before the hooks are registered. A gradient `g` is a DTensor there, so a "
                 "whole mask becomes one, too: g * distribute_tensor(mask, g.device_mesh, g.placements)",
             )
     _refuse_plain_rest(module)
-
-
-def _title(function: object) -> str:
-    """The name of a function and where its code begins."""
-    code = getattr(function, "__code__", None)
-    name = getattr(function, "__qualname__", type(function).__qualname__)
-    return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"
 
 
 def refuse_meta(named: Iterable[tuple[str, nn.Parameter]]) -> None:
@@ -176,11 +175,7 @@ def refuse_plain_rest_of_optimizer(optimizer: Optimizer, _args: Any, _kwargs: An
 
 
 def refuse_plain(gm: fx.GraphModule, inputs: Sequence[object]) -> None:
-    """Refuses plain parameters that a graph would train, each rank by itself.
-
-    Raises:
-        ConfigError: With the place of such a parameter.
-    """
+    """Raises `ConfigError` for plain parameters that a graph would train, each rank by itself."""
     averaged: set[int] | None = None
     for placeholder, value in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
         if type(value) is stale.StaleParameter:
@@ -193,33 +188,30 @@ def refuse_plain(gm: fx.GraphModule, inputs: Sequence[object]) -> None:
             continue
         # FSDP2 registers gathered parameters, which are plain; others stay whole.
         averaged = ids_in(fsdp2.sharded_modules()) if averaged is None else averaged
-        way = [module for module in values_on_the_way(placeholder) if isinstance(module, nn.Module)]
-        if id(value) not in averaged and not any(map(fsdp2.states_below, way)):
-            owner = next((m for m in way if any(p is value for _, (_, p) in places_of(m))), None)
-            name = next((n for _, (n, p) in places_of(owner) if p is value), "") if owner is not None else ""
-            raise _of_plain_model(
-                placeholder.name if owner is None else f"{type(owner).__name__}, parameter {name}", way
-            )
+        if id(value) in averaged:
+            continue
+        frame = traced_frame()
+        parts = [part for module in (frame.modules if frame else ()) for part in module.modules()]
+        around = [part for part in parts if id(value) in ids_in([part])]
+        if not any(map(fsdp2.states_below, around)):
+            names = (name for part in around[:1] for _, (name, p) in places_of(part) if p is value)
+            where = next((f"{type(around[0]).__name__}, parameter {name}" for name in names), placeholder.name)
+            raise _of_plain_model(where, around)
 
 
 def refuse_plain_forward(module: nn.Module) -> None:
-    """Refuses a forward of a plain model: behind graph breaks, Python may read the parameters that it trains.
-
-    Raises:
-        ConfigError: With the name of such a parameter.
-    """
+    """Raises `ConfigError` for a forward that trains a plain model: behind graph breaks, Python may read parameters."""
     if not torch.is_grad_enabled() or fsdp2.states_below(module):
         return
     named = [each for _, each in places_of(module) if each[1].requires_grad and not isinstance(each[1], DTensor)]
     averaged = ids_in(fsdp2.sharded_modules()) if named else set()
-    for name, parameter in named:
-        if id(parameter) not in averaged:
-            raise _of_plain_model(f"{user_class(module).__name__}, parameter {name}", [module])
+    if plain := next((name for name, parameter in named if id(parameter) not in averaged), None):
+        raise _of_plain_model(f"{user_class(module).__name__}, parameter {plain}", [module])
 
 
-def _of_plain_model(where: str, way: Sequence[nn.Module]) -> ConfigError:
-    for around in (*way, *modules_being_called()):
-        if around is not None and (isinstance(around, WRAPPERS) or is_replicated(around)):
+def _of_plain_model(where: str, outer: Sequence[nn.Module]) -> ConfigError:
+    for around in (*outer, *modules_being_called()):
+        if around is not None and _is_wrapper(around):
             return _refuse_wrapper(around, type(around).__name__)
     return ConfigError(
         "compiled code trains a plain model, whose gradients no rank would average", where=where, instead=_WHOLE

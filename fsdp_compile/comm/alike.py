@@ -41,19 +41,11 @@ def require(
     where: str,
     instead: str,
 ) -> None:
-    """Compares short texts over the ranks of a mesh, which call it together.
-
-    Args:
-        described: Texts by name: what this rank has.
-        groups: Of the dimensions of the mesh.
-        device: From which they send.
-        what: What the texts are about, in the error.
-        where: The call, in the error.
-        instead: What to do, in the error.
+    """Compares short texts, by name, over the groups of a mesh's dimensions, whose ranks call it together.
 
     Raises:
         RankMismatchError: On all ranks, if some rank has other names or texts; a rank names those in which it differs
-            from the first one.
+            from the first one. `what` the texts are about, `where` the call is and what to do `instead` are its own.
     """
     text = json.dumps(described, sort_keys=True)
     number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")  # its negative fits into an int64, too

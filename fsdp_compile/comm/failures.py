@@ -24,6 +24,7 @@ import time
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
@@ -54,11 +55,7 @@ _OF_COMMUNICATION = re.compile(r"gloo/|Connection (closed|reset|refused)|Timed o
 
 
 class AnsweringStore:
-    """A store, and for how many seconds to wait for what it answers; its methods are torch's.
-
-    Raises:
-        RuntimeError: From every method, if the store fails or does not answer in time.
-    """
+    """A store whose methods raise `RuntimeError` if it fails, or does not answer within some seconds."""
 
     def __init__(self, store: dist.Store, seconds: float) -> None:
         self._store = store
@@ -94,24 +91,20 @@ class AnsweringStore:
         return [*self.missing(keys[:middle]), *self.missing(keys[middle:])]
 
     def _ask(self, operation: Callable[[], T]) -> T:
-        answers: list[T] = []
-        errors: list[BaseException] = []
+        answer: Future[T] = Future()
 
         def run() -> None:
             try:
-                answers.append(operation())
+                answer.set_result(operation())
             except BaseException as error:
-                errors.append(error)
+                answer.set_exception(error)
 
         # A daemon: a process that ends does not wait for an operation that never does.
-        asking = threading.Thread(target=run, name="fsdp_compile store", daemon=True)
-        asking.start()
-        asking.join(self._seconds)
-        if asking.is_alive():
-            raise RuntimeError(f"no answer within {self._seconds:g} s")
-        if errors:
-            raise errors[0]
-        return answers[0]
+        threading.Thread(target=run, name="fsdp_compile store", daemon=True).start()
+        try:
+            return answer.result(self._seconds)
+        except TimeoutError:
+            raise RuntimeError(f"no answer within {self._seconds:g} s") from None
 
 
 def pauses(ranks: int) -> Iterator[float]:
@@ -198,23 +191,14 @@ def end_quickly() -> None:
 def continue_stopped_ranks() -> None:
     """Lets ranks that a signal has stopped go on, for this one ends: else their launcher waits for them, 30 s.
 
-    Without torch's launcher nothing is done: nobody would end them.
+    Without torch's launcher, whose children are the ranks, nothing is done: nobody would end them.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        for process in _stopped_children(os.getppid()):
-            with contextlib.suppress(ProcessLookupError):  # it was ended meanwhile
-                os.kill(process, signal.SIGCONT)
-
-
-def _stopped_children(parent: int) -> list[int]:
-    """The processes that a process has started and a signal has stopped; those of a launcher are its ranks."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # gone since the folder was listed
-            state, of = stat.read_text().rpartition(")")[2].split()[:2]
-            if state == "T" and int(of) == parent:
-                found.append(int(stat.parent.name))
-    return found
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):  # gone since the folder was listed, or ended meanwhile
+                state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+                if state == "T" and int(parent) == os.getppid():
+                    os.kill(int(stat.parent.name), signal.SIGCONT)
 
 
 def tell(error: BaseException) -> None:
@@ -263,10 +247,9 @@ def refuse_failed_elsewhere(waiting: str) -> None:
 
 @contextlib.contextmanager
 def explained(doing: str) -> Iterator[None]:
-    """Turns errors of collectives into one that names the rank that failed first; `doing` says what this rank does.
+    """Turns errors of collectives into a `RankFailedError` that names the rank that failed first.
 
-    Raises:
-        RankFailedError: If a collective in the block fails.
+    `doing` says what this rank does.
     """
     try:
         yield
@@ -288,10 +271,9 @@ def _is_of_communication(error: BaseException) -> bool:
 
 
 def _explain(error: RuntimeError, doing: str) -> RankFailedError:
-    where = f"rank {dist.get_rank()}, {doing}"
-    said = str(error).strip().splitlines()[0]
+    where, said = f"rank {dist.get_rank()}, {doing}", str(error).strip().splitlines()[0]
     try:
-        told, absent, doings = _ask(where, doing)
+        return _ask(where, doing, said)
     except RuntimeError as lost:
         return RankFailedError(
             f"the store through which ranks meet does not answer ({lost}), after a collective failed: {said}",
@@ -299,35 +281,10 @@ def _explain(error: RuntimeError, doing: str) -> RankFailedError:
             instead="see why the process ended that holds the store, rank 0 or the launcher, or whether the link to "
             "its host was cut: this is what followed",
         )
-    if told is not None:
-        return told
-    if absent:
-        named = ", ".join(map(str, absent))
-        return RankFailedError(
-            f"rank {named} does not answer: it was ended, is stopped or stuck, or is cut off; a collective failed "
-            f"here: {said}",
-            where=where,
-            instead="see what became of that rank; the timeout of init_process_group() says how long others wait",
-        )
-    return RankFailedError(
-        f"a collective failed, and all ranks still answer: {said}{_compared(doings)}",
-        where=where,
-        instead="see whether each rank runs the same modules in the same order (forwards, full_params and checkpoints "
-        "are for all ranks, not inside of `if rank == 0:`), and whether the network lost a link",
-    )
 
 
-def _compared(doings: Sequence[str]) -> str:
-    """What the first ranks were doing, by rank, if that differs."""
-    ranks: dict[str, list[str]] = {}
-    for rank, doing in enumerate(doings):
-        ranks.setdefault(doing, []).append(str(rank))
-    lines = [f"\nrank {', '.join(its[:8])}{', ...' if its[8:] else ''}: {doing}" for doing, its in ranks.items()]
-    return "".join(lines) if len(lines) > 1 else ""
-
-
-def _ask(where: str, doing: str) -> tuple[RankFailedError | None, list[int], list[str]]:
-    """What a rank has told, or the ranks that do not answer, or what each rank is doing."""
+def _ask(where: str, doing: str, said: str) -> RankFailedError:
+    """What a rank has told, or the ranks that do not answer, or what each rank is doing if all do."""
     store, ranks = AnsweringStore(default_store(), _ANSWER_S), dist.get_world_size()
     keys = {f"{_ANSWERS}/{each}": each for each in range(ranks)}
     store.set(f"{_ANSWERS}/{dist.get_rank()}", doing)
@@ -341,10 +298,22 @@ def _ask(where: str, doing: str) -> tuple[RankFailedError | None, list[int], lis
         time.sleep(_PAUSE_S)
         told = failed_elsewhere(store, where)
     if told is not None:
-        return told, [], []
-    if not answered:
-        return None, [keys[key] for key in store.missing(list(keys))], []
-    doings: list[str] = []
+        return told
+    if absent := [] if answered else store.missing(list(keys)):
+        return RankFailedError(
+            f"rank {', '.join(str(keys[key]) for key in absent)} does not answer: it was ended, is stopped or stuck, "
+            f"or is cut off; a collective failed here: {said}",
+            where=where,
+            instead="see what became of that rank; the timeout of init_process_group() says how long others wait",
+        )
+    doings: dict[str, list[str]] = {}
     with contextlib.suppress(RuntimeError):  # the store's process may end first, which says nothing new
-        doings += (store.get(key).decode() for key in [*keys][:_COMPARED])
-    return None, [], doings
+        for key in [*keys][:_COMPARED]:
+            doings.setdefault(store.get(key).decode(), []).append(str(keys[key]))
+    lines = [f"\nrank {', '.join(its[:8])}{', ...' if its[8:] else ''}: {each}" for each, its in doings.items()]
+    return RankFailedError(
+        f"a collective failed, and all ranks still answer: {said}{''.join(lines) if len(lines) > 1 else ''}",
+        where=where,
+        instead="see whether each rank runs the same modules in the same order (forwards, full_params and checkpoints "
+        "are for all ranks, not inside of `if rank == 0:`), and whether the network lost a link",
+    )

@@ -14,7 +14,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -71,17 +71,12 @@ class RankStore:
 _WeakGroup = weakref.ref[dist.ProcessGroup]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Alias:
+class _Alias(NamedTuple):
     """What a name stands for: `used` runs the collectives; its ranks, if they are processes, compare in `meeting`."""
 
     role: str
     used: _WeakGroup
     meeting: RankStore | None
-
-    def is_alive(self, name: str) -> bool:
-        used = self.used()
-        return used is not None and private.resolve_group(name) is used
 
 
 # Weak references to groups: none stays alive, with its threads, after its world was destroyed.
@@ -94,7 +89,7 @@ GroupRole = Literal["shard", "replicate", "post_forward", "reduce"]
 
 def _forget_gone_worlds() -> None:
     """Drops entries of worlds that were destroyed; their names may be used again."""
-    for name in [name for name, known in aliases.items() if not known.is_alive(name)]:
+    for name in [name for name, known in aliases.items() if not _is_alive(known.used(), name)]:
         del aliases[name]
     for key in [key for key, made in made_groups.items() if not _is_alive(made())]:
         del made_groups[key]
@@ -114,8 +109,7 @@ def alias_of(group: dist.ProcessGroup, role: GroupRole) -> str:
     for name, known in aliases.items():
         if known.used() is used and known.role == role:  # meshes of the same ranks share the name, too
             return name
-    names = (f"fsdp.{role}.{number}" for number in itertools.count())
-    name = next(name for name in names if name not in aliases)
+    name = next(name for number in itertools.count() if (name := f"fsdp.{role}.{number}") not in aliases)
     private.register_group_alias(name, used)
     place = RankStore.of(name, tuple(dist.get_process_group_ranks(group))) if are_processes else None
     aliases[name] = _Alias(role, weakref.ref(used), place)
@@ -127,7 +121,6 @@ def _used(group: dist.ProcessGroup, role: GroupRole) -> dist.ProcessGroup:
     if group.size() == 1:
         return group
     ranks = tuple(dist.get_process_group_ranks(group))
-    # One collective at a time: see `serial_gloo_group`.
     timeout = min(world_timeout(), private.timeout_of(group))
     # A world that was started without naming a backend says "undefined".
     if dist.get_backend(group) == "gloo" or str(dist.get_backend_config(group)) == "cpu:gloo":
@@ -150,8 +143,7 @@ def _made_once(
     make: Callable[[Sequence[int], timedelta, str], dist.ProcessGroup],
 ) -> dist.ProcessGroup:
     """The group of some ranks for a purpose; they call this together if there is none in this world yet."""
-    known = made_groups.get((purpose, ranks))
-    found = None if known is None else known()
+    found = known() if (known := made_groups.get((purpose, ranks))) is not None else None
     if found is None or not _is_alive(found):
         # Making it waits inside of torch, where a rank would not hear that another one has failed.
         assert dist.group.WORLD is not None
@@ -162,9 +154,9 @@ def _made_once(
     return found
 
 
-def _is_alive(group: dist.ProcessGroup | None) -> bool:
-    """Whether a group was not destroyed, by itself or with its world."""
-    return group is not None and private.resolve_group(group.group_name) is group
+def _is_alive(group: dist.ProcessGroup | None, name: str | None = None) -> bool:
+    """Whether a group, known by its own name or an alias, was not destroyed, by itself or with its world."""
+    return group is not None and private.resolve_group(name or group.group_name) is group
 
 
 def comparing_group(place: RankStore) -> dist.ProcessGroup:
@@ -175,7 +167,7 @@ def comparing_group(place: RankStore) -> dist.ProcessGroup:
 def rank_store(name: str) -> RankStore | None:
     """Where the ranks of a named group meet; `None` for a group of one rank, or of ranks that are no processes."""
     alias = aliases.get(name)
-    return alias.meeting if alias is not None and alias.is_alive(name) else None
+    return alias.meeting if alias is not None and _is_alive(alias.used(), name) else None
 
 
 def rank_stores() -> list[RankStore]:
@@ -193,10 +185,8 @@ def mesh_of_shape(device_type: str, shape: tuple[int, int]) -> DeviceMesh:
     _forget_gone_worlds()
     ranks = torch.arange(dist.get_world_size()).view(shape)
     row, column = divmod(dist.get_rank(), shape[1])
-    groups = [
-        _mesh_group("replicas", tuple(ranks[:, column].tolist())),
-        _mesh_group("shards", tuple(ranks[row].tolist())),
-    ]
+    lines = {"replicas": ranks[:, column], "shards": ranks[row]}
+    groups = [_mesh_group(dim, tuple(line.tolist())) for dim, line in lines.items()]
     # A mesh holds its groups: one that was kept here would keep them, with their threads, when the world is gone.
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=("dp_replicate", "fsdp"))
 
@@ -215,11 +205,7 @@ def _mesh_group(dim: str, ranks: tuple[int, ...]) -> dist.ProcessGroup:
 
 
 def default_mesh(device_type: str) -> DeviceMesh:
-    """A 1-D mesh over the whole world, which is started from torchrun's environment if need be.
-
-    Raises:
-        ConfigError: If there is neither a process group nor torchrun's environment.
-    """
+    """A 1-D mesh over the whole world, started from torchrun's environment if need be; `ConfigError` without any."""
     if not dist.is_initialized():
         missing = [name for name in _TORCHRUN_VARIABLES if name not in os.environ]
         if missing:
@@ -235,12 +221,9 @@ def default_mesh(device_type: str) -> DeviceMesh:
 
 
 def start_world(device_type: str, timeout: timedelta | None = None, **settings: Any) -> torch.device:
-    """Start the default process group, NCCL's for "cuda" or else gloo's; returns the device of this rank.
+    """Starts the default process group, NCCL's for "cuda" or else gloo's; returns the device of this rank.
 
-    Args:
-        device_type: NCCL takes the GPU of this local rank.
-        timeout: How long collectives may take; torch's default if not given.
-        settings: More of `init_process_group`, instead of torchrun's environment.
+    NCCL takes the GPU of this local rank. `settings` are for `init_process_group`, instead of torchrun's environment.
     """
     if timeout is not None:
         settings["timeout"] = timeout
@@ -277,10 +260,7 @@ class World:
 
 @contextlib.contextmanager
 def join_world(kind: DeviceKind, timeout_s: float = TIMEOUT_S) -> Iterator[World]:
-    """Join the process group that an elastic launcher's variables describe, and leave it when all went well.
-
-    CPU joins through gloo, CUDA through NCCL with the GPU of this local rank; a rank waits `timeout_s` for others.
-    """
+    """Joins the process group that an elastic launcher's variables describe, and leaves it when all went well."""
     timeout = timedelta(seconds=timeout_s)
     store, rank, size = next(torch_rendezvous("env://", timeout=timeout))
     store = private.store_of_this_start(store)  # or addresses of ranks that are gone would be read

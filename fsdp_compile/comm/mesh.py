@@ -27,12 +27,7 @@ RESHARDS = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 
 
 def mesh_of(strategy: ShardingStrategy | None, mesh: DeviceMesh | None, *, device_type: str) -> DeviceMesh:
-    """The mesh that FSDP2 is to shard over, 1-D or (replicate, shard).
-
-    Args:
-        strategy: FSDP1's name; `None` for the mesh alone.
-        mesh: As for `fully_shard`; `None` for one over the whole world.
-        device_type: Of the mesh that is made if there is none.
+    """The mesh that FSDP2 is to shard over, 1-D or (replicate, shard); one over the whole world if none is given.
 
     Raises:
         ConfigError: If the arguments contradict each other, or the ranks of a machine cannot be counted.
@@ -61,8 +56,7 @@ def mesh_of(strategy: ShardingStrategy | None, mesh: DeviceMesh | None, *, devic
 def hybrid_mesh(device_type: str) -> DeviceMesh:
     """A mesh (replicate, shard) that shards over the ranks of each machine; equal ones for all calls in a world.
 
-    Raises:
-        ConfigError: If the ranks of a machine cannot be counted, or the world does not divide by their number.
+    Raises `ConfigError` if the ranks of a machine cannot be counted, or the world does not divide by their number.
     """
     world = default_mesh(device_type).size()  # starts the world if need be
     shard = ranks_per_host()

@@ -26,12 +26,9 @@ _KINDS: dict[str, type[FSDPCompileError]] = {kind.__name__: kind for kind in (Ra
 
 
 class RefusedElsewhereError(RankFailedError):
-    """A rank has refused what the others compile.
+    """A rank, by its number in the world, has refused what the others compile, as keys of the group `heard_in` say.
 
-    Args:
-        rank: That rank, by its number in the world.
-        reason: The arguments of its error.
-        heard_in: Prefix of the group's keys through which this rank has learned of it.
+    `reason` are the arguments of its error.
     """
 
     def __init__(self, rank: int, reason: dict[str, str | None], heard_in: str) -> None:
@@ -65,15 +62,10 @@ class Rendezvous:
     wanted: str = "compile its next collectives"
 
     def first(self, number: int, digest: str, text: str) -> str | None:
-        """Begins a round: every rank compares with the group's first rank.
-
-        Args:
-            number: Of the round; the same on all ranks.
-            digest: What should be the same on all ranks.
-            text: What a rank with another one gets of the first rank.
+        """Begins a round, whose number is the same on all ranks: each compares its digest with that of the first rank.
 
         Returns:
-            `None` if this rank has the digest of the first one, else that rank's text.
+            `None` if both are the same, else the first rank's text.
 
         Raises:
             RefusedElsewhereError: If a rank has refused to compile what this round compares.
@@ -120,6 +112,10 @@ class Rendezvous:
         with contextlib.suppress(RuntimeError):
             self.store.set(f"{number}/refused", json.dumps({"rank": rank, "reason": reason}))
 
+    @property
+    def _where(self) -> str:
+        return f"rank {self.ranks[self.rank]}, which waited for all ranks to {self.wanted}"
+
     @contextlib.contextmanager
     def _answered(self) -> Iterator[None]:
         try:
@@ -129,7 +125,7 @@ class Rendezvous:
         except RuntimeError as error:  # torch's errors of stores
             raise RankFailedError(
                 f"the store through which ranks meet does not answer: {error}",
-                where=f"rank {self.ranks[self.rank]}, which waited for all ranks to {self.wanted}",
+                where=self._where,
                 instead="find out why the process that holds the store has ended (rank 0 or the launcher)",
             ) from error
 
@@ -151,8 +147,7 @@ class Rendezvous:
 
     def _refuse_failed(self) -> None:
         if self.world is not None:
-            where = f"rank {self.ranks[self.rank]}, which waited for all ranks to {self.wanted}"
-            error = failed_elsewhere(self.world, where)
+            error = failed_elsewhere(self.world, self._where)
             if error is not None:
                 raise error
         if self.store.check(["failed"]):

@@ -244,7 +244,8 @@ class Unit:
         """After the model was taken over in the middle of a forward: leaves a call that FSDP2 has begun to graphs."""
         if fsdp2.training_state(self.state) is not fsdp2.TrainingState.FORWARD:
             return
-        if fsdp2.have_some_run(self.state):  # with parameters that FSDP2 has gathered, whose gradients it reduces
+        if 0 < len(fsdp2.modules_to_run(self.state)) < len(fsdp2.modules_of(self.state)):
+            # Some have ended with parameters that FSDP2 has gathered, whose gradients it reduces.
             self._swap(Gatherer.HOOKS)
             return
         fsdp2.leave_forward(self.state)
@@ -346,7 +347,7 @@ class Unit:
     def end_hooks(self) -> None:
         """Ends a forward in which FSDP2's hooks have gathered the unit."""
         self._holds_given = False
-        if not fsdp2.is_partly_run(self.state):
+        if not fsdp2.modules_to_run(self.state):
             self._swap(Gatherer.GRAPH)
 
     def leave_hooks(self) -> None:

@@ -63,13 +63,11 @@ def keep_matmuls(graph: fx.Graph) -> None:
         added = [node for node in add.all_input_nodes if node.target is aten.mm.default and place[node] > place[matmul]]
         if calls[place[add]] - calls[place[matmul]] > len(added):
             with graph.inserting_before(add):
-                add.replace_input_with(matmul, _transposed(_transposed(matmul)))
-
-
-def _transposed(matrix: fx.Node) -> fx.Node:
-    transposed = matrix.graph.call_function(aten.permute.default, (matrix, [1, 0]))
-    transposed.meta["val"] = matrix.meta["val"].t()
-    return transposed
+                turned = matmul
+                for _ in range(2):
+                    turned = graph.call_function(aten.permute.default, (turned, [1, 0]))
+                    turned.meta["val"] = turned.all_input_nodes[0].meta["val"].t()
+                add.replace_input_with(matmul, turned)
 
 
 def write_before_waits(graph: fx.Graph) -> None:
@@ -79,9 +77,11 @@ def write_before_waits(graph: fx.Graph) -> None:
     for start, started in place.items():
         if role_of(start) in _STARTS:
             for message in start.all_input_nodes:
-                sent = _behind_views(message)
-                waited = bisect(waits, started) - bisect(waits, place[sent])
-                if sent.target is _CAST and waited and _bytes(sent) <= _bytes(_source(sent)):
+                sent = source = _behind_views(message)
+                while source.target in _ONE_BY_ONE and len(source.all_input_nodes) == 1:
+                    source = _behind_views(source.all_input_nodes[0])
+                is_waited_for = bisect(waits, started) > bisect(waits, place[sent])
+                if sent.target is _CAST and is_waited_for and sent.meta["val"].nbytes <= source.meta["val"].nbytes:
                     sent.meta[WRITTEN] = True
 
 
@@ -90,18 +90,6 @@ def _behind_views(node: fx.Node) -> fx.Node:
     while node.op == "call_function" and shares_memory(node):
         node = node.all_input_nodes[0]
     return node
-
-
-def _source(node: fx.Node) -> fx.Node:
-    """The value in memory that a cast is computed from."""
-    while node.target in _ONE_BY_ONE and len(node.all_input_nodes) == 1:
-        node = _behind_views(node.all_input_nodes[0])
-    return node
-
-
-def _bytes(node: fx.Node) -> int:
-    value: torch.Tensor = node.meta["val"]
-    return value.numel() * value.element_size()
 
 
 def call_lookups(graph: fx.Graph) -> None:

@@ -50,7 +50,6 @@ class CommunicatingCall:
 
     Attributes:
         node: Its name in the graph.
-        operator: Its full name.
         what: Its range; `None` for a collective of the program's own.
         units: Titles in the graph of the units that it is for.
         waits_for: Of a wait, what errors say that a rank has waited for; else empty.
@@ -114,8 +113,7 @@ class _Ranges(TorchDispatchMode):
 
     def __init__(self, calls: Sequence[CommunicatingCall], names: Mapping[str, str]) -> None:
         super().__init__()
-        self._calls = calls
-        self._next = 0
+        self._left = list(calls[::-1])
         self._watched = {call.operator for call in calls}
         self._names = names
 
@@ -124,16 +122,9 @@ class _Ranges(TorchDispatchMode):
     ) -> Any:
         """Calls an operator, in its range if it communicates."""
         kwargs = kwargs or {}
-        call = self._turn_of(func)
-        if call is None or call.what is None:
-            return func(*args, **kwargs)
-        with profiled(call.what, [self._names.get(unit, unit) for unit in call.units]):
-            return func(*args, **kwargs)
-
-    def _turn_of(self, func: Any) -> CommunicatingCall | None:
-        """The call of the graph that this one is; `None` for one that does not communicate, or has no place."""
-        if not isinstance(func, OpOverload) or self._next == len(self._calls) or _name_of(func) not in self._watched:
-            return None
-        call = self._calls[self._next]
-        self._next += 1
-        return call if call.operator == _name_of(func) else None
+        if self._left and isinstance(func, OpOverload) and (name := _name_of(func)) in self._watched:
+            call = self._left.pop()
+            if call.operator == name and call.what is not None:
+                with profiled(call.what, [self._names.get(unit, unit) for unit in call.units]):
+                    return func(*args, **kwargs)
+        return func(*args, **kwargs)

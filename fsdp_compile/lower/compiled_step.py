@@ -15,6 +15,7 @@ import torch
 
 from fsdp_compile._torch.autograd import backward_in_progress, below_autograd, leave_unused_undefined
 from fsdp_compile._torch.tensors import is_batched, join_batch, note_gathered, split_batch
+from fsdp_compile.capture.flat_inputs import PENDING
 from fsdp_compile.comm.failures import refuse_lost_ranks
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.fsdp2 import edge
@@ -40,18 +41,15 @@ class GradOutput:
         flat: Position of the flat parameter among the inputs.
         offsets: Slots that get gradients.
         grad_placement: How far they are reduced.
-        unsharded_accumulated_grad: Position of the unreduced gradients that are added to them, if there are any.
-        partial_reduce_output: Position of the reduce-scattered gradients that are added before the all-reduce, if there
-            are any.
+        pending: Positions of earlier gradients that are added to them, by how far those are reduced.
         update: Where the gradients go: out of the graph, or into an update inside of it.
     """
 
     flat: int
     offsets: tuple[int, ...]
     grad_placement: GradPlacement
-    unsharded_accumulated_grad: int | None
-    partial_reduce_output: int | None
-    update: Update = Update.AFTER_BACKWARD
+    pending: tuple[tuple[GradPlacement, int], ...]
+    update: Update
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,11 +57,9 @@ class CompiledStep:
     """What a compiled graph needs to know of FSDP; positions are those of its inputs.
 
     Attributes:
-        phase: Forward or backward.
         flats: Positions of the flat tensors, and the titles of their units in the graph.
         calls: Those that communicate.
         counted: Flat tensors that are updated in backward, and that both graphs of the region read.
-        grads: Of a backward: the gradients that it makes.
         tangents: Of a backward: positions of the gradients of outputs.
         unused: Of a backward: how it finds outputs that no rank uses, if that makes a difference.
         host_copies_from: Type of the device from which it copies gradients to the host; empty if it copies none.
@@ -86,15 +82,8 @@ class CompiledStep:
 
     @staticmethod
     def of(step: StepGraph, again: Collection[Hashable] = (), sources: Sources | None = None) -> CompiledStep:
-        """Reads a transformed graph.
-
-        Args:
-            step: The graph, with its markers.
-            again: What `read_again` found in its region.
-            sources: Of a backward whose gradients are not all computed from the same outputs' gradients.
-        """
-        is_forward = step.phase is Phase.FORWARD
-        flats = _flats_of(step)
+        """Reads a transformed graph: with what `read_again` found in its region, and, of a backward, its `sources`."""
+        is_forward, flats = step.phase is Phase.FORWARD, _flats_of(step)
         return CompiledStep(
             phase=step.phase,
             flats={i: record.unit for i, record in flats.items()},
@@ -129,7 +118,10 @@ class CompiledStep:
                     if self.tail is not None:
                         outputs = reduced(self.tail, groups, outputs, now=tail_waits)
                 except RuntimeError as error:
-                    self._refuse_lost_ranks(error, names)
+                    units = ", ".join(dict.fromkeys(names.get(title, title) for title in self.flats.values()))
+                    doing = f"in a compiled {self.phase.value} of unit {units}"
+                    waited = failed_wait(error, self.calls)
+                    refuse_lost_ranks(error, doing if waited is None else f"waiting for {waited} {doing}")
                     raise
             self.after(groups, produced)
             return outputs
@@ -140,8 +132,7 @@ class CompiledStep:
     def before(self, args: list[Any]) -> tuple[Groups, list[Collection[int]]]:
         """Puts pending gradients, and zeros for outputs that are not used, in the place of what stands for them.
 
-        Returns:
-            The parameter groups, and the offsets of the parameters of each of `grads` that get gradients.
+        Also returns the offsets of the parameters of each of `grads` that get gradients.
         """
         groups = {at: group for at in self.flats if (group := ParamGroup.of(args[at])) is not None}
         if self.phase is Phase.FORWARD:
@@ -152,8 +143,14 @@ class CompiledStep:
                 updates.begin_forward()
             else:
                 updates.begin_backward()
-        for each in self.grads:
-            _refuse_copy(each, groups.get(each.flat))
+        if any(each.update is Update.IN_BACKWARD and each.flat not in groups for each in self.grads):
+            raise UnsupportedModelError(
+                "backward was given a copy of the parameters that it is to update: hooks on saved tensors replaced "
+                "them",
+                where="torch.autograd.graph.saved_tensors_hooks() or save_on_cpu(), step_in_backward()",
+                instead="hooks that return the very tensors that do not require grad or are leaves, or "
+                "optimizer.step() without step_in_backward()",
+            )
         waiting = {each.flat: self._take(args, each, groups.get(each.flat)) for each in self.grads}
         unused: Mapping[int, Collection[int]] = {}
         if self.unused is not None:
@@ -163,12 +160,12 @@ class CompiledStep:
                 if each.flat in groups and each.flat in self.unused.sources
             }
             unused = self.unused.find(args, ranks, waiting)
-        produced: list[Collection[int]] = [
-            set(each.offsets).difference(unused.get(each.flat, ())) for each in self.grads
-        ]
-        for each, offsets in zip(self.grads, produced, strict=True):
-            if each.update is Update.IN_BACKWARD and (group := groups.get(each.flat)) is not None:
-                group.updates.chosen = edge.accumulated(group, each.grad_placement).intersection(offsets)
+        produced: list[Collection[int]] = []
+        for each in self.grads:
+            produced.append(offsets := set(each.offsets).difference(unused.get(each.flat, ())))
+            if each.update is Update.IN_BACKWARD:
+                group = groups[each.flat]
+                group.updates.chosen = edge.accumulated(group, each.grad_placement) & offsets
         return groups, produced
 
     def _take(self, args: list[Any], each: GradOutput, group: ParamGroup | None) -> Collection[int]:
@@ -177,14 +174,11 @@ class CompiledStep:
         ends = each.grad_placement is not GradPlacement.UNREDUCED
         if group is not None and ends and (group.unit.model.has_pending or group.ends_backward):
             accumulated = edge.accumulated(group, each.grad_placement).intersection(each.offsets)
-        for at, placement in (
-            (each.unsharded_accumulated_grad, GradPlacement.UNREDUCED),
-            (each.partial_reduce_output, GradPlacement.REDUCE_SCATTERED),
-        ):
-            if at is not None and group is not None and accumulated:
+        for placement, at in each.pending:
+            if group is not None and accumulated:
                 waiting |= group.pending.offsets(placement) & accumulated
                 args[at] = group.pending.take(placement, accumulated)
-            elif at is not None:
+            else:
                 args[at] = torch.zeros(args[at].shape, dtype=args[at].dtype, device=args[at].device)
         if group is not None and accumulated:
             group.unit.model.at_end_of_backward(backward_in_progress(), group)
@@ -222,11 +216,6 @@ class CompiledStep:
         joined = zip(*results, strict=True)
         return [join_batch(each) if isinstance(each[0], torch.Tensor) else each[0] for each in joined]
 
-    def _refuse_lost_ranks(self, error: RuntimeError, names: Mapping[str, str]) -> None:
-        units = ", ".join(dict.fromkeys(names.get(title, title) for title in self.flats.values()))
-        doing, waited = f"in a compiled {self.phase.value} of unit {units}", failed_wait(error, self.calls)
-        refuse_lost_ranks(error, doing if waited is None else f"waiting for {waited} {doing}")
-
 
 def _ranks_that_reduce(group: ParamGroup, placement: GradPlacement) -> tuple[str, ...]:
     """The groups of ranks that a backward exchanges gradients over; forwards keep shards of a unit in step anyway."""
@@ -258,25 +247,15 @@ def _grad_outputs(step: StepGraph) -> Iterator[GradOutput]:
         mine = [made[flat.unit, name] for name in flat.parameters if (flat.unit, name) in made]
         if mine:
             offsets = tuple(sorted(spec.offset for spec in mine))
-            waiting = (beside(node, role) for role in (Role.UNREDUCED_GRAD, Role.PARTIAL_GRAD))
-            unreduced, partial = (None if each is None else place[each] for each in waiting)
+            given = ((placement, beside(node, role)) for placement, role in PENDING.items())
+            pending = tuple((placement, place[each]) for placement, each in given if each is not None)
             update = Update.IN_BACKWARD if index in updated else Update.AFTER_BACKWARD
-            yield GradOutput(index, offsets, mine[0].grad_placement, unreduced, partial, update)
+            yield GradOutput(index, offsets, mine[0].grad_placement, pending, update)
 
 
 def _flats_of(step: StepGraph) -> dict[int, Record]:
     placeholders = enumerate(step.graph.find_nodes(op="placeholder"))
     return {i: require(node) for i, node in placeholders if role_of(node) is Role.FLAT}
-
-
-def _refuse_copy(each: GradOutput, group: ParamGroup | None) -> None:
-    if group is None and each.update is Update.IN_BACKWARD:
-        raise UnsupportedModelError(
-            "backward was given a copy of the parameters that it is to update: hooks on saved tensors replaced them",
-            where="torch.autograd.graph.saved_tensors_hooks() or save_on_cpu(), step_in_backward()",
-            instead="hooks that return the very tensors that do not require grad or are leaves, or optimizer.step() "
-            "without step_in_backward()",
-        )
 
 
 def entered(
@@ -289,8 +268,7 @@ def entered(
     Args:
         compiled: It takes what the Dynamo graph takes.
         flats: Positions of flat tensors.
-        parameters: Positions of gathered parameters among its results, which callers and code after a graph break
-            find to be an `nn.Parameter`, as FSDP2's are.
+        parameters: Positions of gathered parameters among its results: an `nn.Parameter` for callers, as FSDP2's.
         tells_unused: Whether its backward has to know for which outputs there is no gradient.
     """
 

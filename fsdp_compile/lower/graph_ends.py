@@ -28,30 +28,21 @@ from fsdp_compile.ir.queries import flat_of
 from fsdp_compile.layout.spec import Reshard
 
 _HEAD = frozenset({*SENT, Role.GATHER, Role.GATHER_ITEM})
+_OVER_REPLICAS = (Role.REPLICATE, Role.REPLICATE_ITEM, Role.REPLICATE_WAIT)
 # No copies of gradients to the host, which waits for them where their graph ends.
-_TAIL = frozenset(
-    {
-        Role.REDUCE_WAIT,
-        Role.REPLICATE,
-        Role.REPLICATE_ITEM,
-        Role.REPLICATE_WAIT,
-        Role.SHARD_GRADIENT,
-        Role.FLAT_GRADIENT,
-    }
-)
+_TAIL = frozenset({Role.REDUCE_WAIT, *_OVER_REPLICAS, Role.SHARD_GRADIENT, Role.FLAT_GRADIENT})
 
 
 def take_head(step: StepGraph, ahead: int | None, *, has_backward: bool) -> tuple[Head | None, list[torch.Tensor]]:
     """Takes the all-gathers of the first unit out of a graph, which takes them running as further inputs.
 
     Args:
-        step: A planned graph; changed.
+        step: The graph; changed.
         ahead: How many graphs ahead of it may gather.
         has_backward: Whether it is a forward of a training step.
 
     Returns:
-        `None` if it has none, or if they gather what the graph, and not a parameter group, has; and stand-ins of what
-        runs.
+        The head, if there are any, and of parameter groups; and stand-ins of what runs.
     """
     starts = list(step.nodes(Role.GATHER))
     if not starts:
@@ -60,7 +51,7 @@ def take_head(step: StepGraph, ahead: int | None, *, has_backward: bool) -> tupl
     inputs = step.graph.find_nodes(op="placeholder")
     last, gathers, messages = inputs[-1], list[Gather](), list[fx.Node]()
     first = {start: waits_of(start) for start in starts if units & set(require(start).units)}
-    sources = {start: _with_sources([start]) for start in first}
+    sources = {start: _with_sources(start) for start in first}
     read = [node for node in inputs if any(node in each for each in sources.values())]
     computed = set().union(*sources.values()).difference(inputs)
     if any(role_of(node) not in _HEAD for node in computed) or any(role_of(node) is not Role.FLAT for node in read):
@@ -96,8 +87,7 @@ def take_tail(step: StepGraph) -> Tail | None:
     if not waits:
         return None
     units = set(require(waits[-1]).units)
-    taken: dict[fx.Node, int] = {}
-    """Nodes with the number of their stage."""
+    taken: dict[fx.Node, int] = {}  # with the number of their stage
     for node in step.graph.nodes:
         before = [taken[source] for source in node.all_input_nodes if source in taken]
         if node.op == "output" or not (before or (node in waits and units & set(require(node).units))):
@@ -130,15 +120,13 @@ def take_tail(step: StepGraph) -> Tail | None:
     return Tail(tuple(stages), len(running), tuple(outputs), tuple(place[flat_of(require(n))] for n in gradients))
 
 
-def _with_sources(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Some nodes, and everything that they are computed from."""
-    found: set[fx.Node] = set()
-    todo = list(nodes)
+def _with_sources(node: fx.Node) -> set[fx.Node]:
+    """A node, and everything that it is computed from."""
+    found, todo = set[fx.Node](), [node]
     while todo:
-        node = todo.pop()
-        if node not in found:
-            found.add(node)
-            todo += node.all_input_nodes
+        one = todo.pop()
+        todo += () if one in found else one.all_input_nodes
+        found.add(one)
     return found
 
 

@@ -45,12 +45,10 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _LOOK_S: Final = 0.5
 """How often a rank that waits looks whether another one has failed."""
-_PAUSE_S: Final = 0.05
 LOCKS: Final = "fsdp_compile-locks"
 """The folder of lock files, in Inductor's."""
 LEAST_BYTES: Final = 32 * 2**20
 """What has to be free: several times what a model's graphs take. A compile that runs out of space fails."""
-_ROOT = 0
 
 
 def compile_once(graph: str, lower: Callable[[], T], settings: Mapping[str, Any] | None = None) -> T:
@@ -74,14 +72,12 @@ def compile_once(graph: str, lower: Callable[[], T], settings: Mapping[str, Any]
             return lower()
     lock = FileLock(str(locks / f"{hashlib.sha256(graph.encode()).hexdigest()}.lock"))
     try:
-        lock.acquire(timeout=0)
+        held = lock.acquire(timeout=0)
     except Timeout:
         _wait(lock)
         return lower()
-    try:
+    with held:
         return lower()
-    finally:
-        lock.release()
 
 
 def _wait(lock: FileLock) -> None:
@@ -90,7 +86,7 @@ def _wait(lock: FileLock) -> None:
     timeout_s = world_timeout().total_seconds() / 2
     deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:
-        with suppress(Timeout), lock.acquire(timeout=_LOOK_S, poll_interval=_PAUSE_S):
+        with suppress(Timeout), lock.acquire(timeout=_LOOK_S, poll_interval=0.05):
             return
         refuse_failed_elsewhere("which waited for another process of its host to compile a graph that both need")
     _say(
@@ -110,33 +106,29 @@ class UnusableFolderError(Exception):
 
 
 def check_folder(folder: Path) -> Path:
-    """Makes the folder, for this user alone, if there is none.
-
-    Returns:
-        The folder of its lock files.
+    """Makes the folder, for this user alone, if there is none; returns the folder of its lock files.
 
     Raises:
         UnusableFolderError: If it cannot be written, has no room left, has no working locks, or others can write there.
     """
+    locks = folder / LOCKS
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        _check_owner(folder)
-        locks = folder / LOCKS
+        found = folder.stat()
+        if found.st_uid not in (os.getuid(), 0):  # root's is as good
+            raise UnusableFolderError(f"{folder} belongs to another user, number {found.st_uid}")
+        writers = stat.S_IWOTH if _is_own_group(found.st_gid) else stat.S_IWGRP | stat.S_IWOTH
+        if found.st_mode & writers:
+            raise UnusableFolderError(f"others may write in {folder} (mode {stat.filemode(found.st_mode)}): chmod 700")
         locks.mkdir(exist_ok=True, mode=0o700)
-        _check_room(folder)
+        free_bytes = shutil.disk_usage(folder).free
+        if free_bytes < LEAST_BYTES:
+            what = f"{os.strerror(errno.ENOSPC)}, {free_bytes / 2**20:.1f} MiB free"
+            raise UnusableFolderError(f"{folder} cannot be used: {what}")
         _check_locks(locks)
     except (OSError, NotImplementedError) as error:  # the second: of filelock, where a file system has no locks
         raise UnusableFolderError(f"{folder} cannot be used: {error}") from error
     return locks
-
-
-def _check_owner(folder: Path) -> None:
-    found = folder.stat()
-    if found.st_uid not in (os.getuid(), _ROOT):
-        raise UnusableFolderError(f"{folder} belongs to another user, number {found.st_uid}")
-    writers = stat.S_IWOTH if _is_own_group(found.st_gid) else stat.S_IWGRP | stat.S_IWOTH
-    if found.st_mode & writers:
-        raise UnusableFolderError(f"others may write in {folder} (mode {stat.filemode(found.st_mode)}): chmod 700")
 
 
 def _is_own_group(number: int) -> bool:
@@ -145,12 +137,6 @@ def _is_own_group(number: int) -> bool:
         return pwd.getpwuid(os.getuid()).pw_name == grp.getgrgid(number).gr_name
     except KeyError:  # no such entry, as in containers that run with any number
         return False
-
-
-def _check_room(folder: Path) -> None:
-    free_bytes = shutil.disk_usage(folder).free
-    if free_bytes < LEAST_BYTES:
-        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}, {free_bytes / 2**20:.1f} MiB free")
 
 
 @functools.cache

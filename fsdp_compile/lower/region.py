@@ -32,11 +32,6 @@ from fsdp_compile.passes.update_in_backward import claim_gradients, release_grad
 from fsdp_compile.pipeline import without_collections
 from fsdp_compile.progress import say, stage
 
-Transform = Callable[..., StepGraph]
-"""Runs the passes on a graph; a second argument, if any, are the collectives of the plan that it has to follow."""
-Keep = Callable[[StepGraph, StepGraph], object]
-
-
 _WAIT_FOR_ALL: Any = getattr(getattr(collectives, "wait_tensors", None), "default", "no such operator")
 """The program's wait for several messages, which torch traces since 2.15."""
 
@@ -51,17 +46,17 @@ class Region:
 
     Attributes:
         flats: Records of Dynamo's inputs that are parameter groups, or belong to one.
-        transform: Runs the passes on one graph.
-        settle: Called with what ranks compare of all graphs once these are transformed, and with what transforms them
-            again by the plan of another rank.
-        may_follow: Whether that may happen.
-        show: Called with each transformed graph, for reports.
-        refuse: Called with the error if there will be no such graphs.
+        transform: Runs the passes on one graph; a second argument is the plan that it has to follow, if there is one.
         keep: Chooses what stays unsharded from forward to backward where that was left open.
         number: Of the region among those of its model, for what is said while it compiles.
         may_recompute: Whether blocks are recomputed in backward where a budget does not hold their activations.
         graphs_ahead: How many graphs of the model may gather while one of these runs: a number, or its `None` for what
             fits. Without it, as for a whole model, all collectives stay in their graph.
+        settle: Called with what ranks compare of all graphs once these are transformed, and with what transforms them
+            again by the plan of another rank.
+        may_follow: Whether that may happen.
+        show: Called with each transformed graph, for reports.
+        refuse: Called with the error if there will be no such graphs.
         steps: The transformed graphs, forward first; empty until AOTAutograd has traced.
         recomputed: How many blocks they compute again.
         again: Parameter groups that are updated in backward, and that both graphs read.
@@ -71,8 +66,8 @@ class Region:
     """
 
     flats: Mapping[int, Record]
-    transform: Transform
-    keep: Keep = nothing
+    transform: Callable[..., StepGraph]
+    keep: Callable[[StepGraph, StepGraph], object] = nothing
     number: int = 0
     may_recompute: bool = False
     graphs_ahead: Callable[[Phase], int | None] | None = None
@@ -115,12 +110,7 @@ class Region:
         steps[1].beside_bytes = bytes_beside(*steps)
         self.sources = gradient_sources(steps[1])
         self.keep(*steps)
-        self._remember(steps)
         return self._both(steps)
-
-    def _remember(self, halves: Iterable[StepGraph]) -> None:
-        if self.may_follow:
-            self._before = [half.copy() for half in halves]
 
     @contextmanager
     def _transforming(self, gm: fx.GraphModule) -> Iterator[None]:
@@ -133,15 +123,20 @@ class Region:
                 self.read = read_in(gm.graph)
                 yield
                 # Only when all are transformed: a rank whose second graph is refused must not have announced the first.
-                self.settle(Compared.of(self.steps, self.read, self.inserted), self._follow)
+                self.settle(self._compared(), self._follow)
                 for step in self.steps:
                     self.show(step)
         except FSDPCompileError as error:
             self.refuse(error)
             raise
 
+    def _compared(self) -> Compared:
+        return Compared.of(self.steps, self.read, self.inserted)
+
     def _both(self, halves: Sequence[StepGraph], plan: Lines = ()) -> list[StepGraph]:
         """Transforms forward and backward; if they exceed their budget, the error names the larger need."""
+        if self.may_follow and not plan:
+            self._before = [half.copy() for half in halves]
         steps: list[StepGraph] = []
         refused: list[BudgetTooSmallError] = []
         # Both are planned even if one is refused, so that the user learns in one run what both need.
@@ -158,15 +153,13 @@ class Region:
     def _follow(self, plan: Lines) -> Compared:
         """Transforms the graphs again, so that they follow a plan."""
         self.steps = self._both([half.copy() for half in self._before], plan)
-        return Compared.of(self.steps, self.read, self.inserted)
+        return self._compared()
 
     def inference(self, gm: fx.GraphModule) -> None:
         """Transforms a graph that has no backward and so was never partitioned."""
         with self._transforming(gm):
             cast_before_gather(gm.graph)
-            step = StepGraph(gm, Phase.FORWARD)
-            self._remember([step])
-            self.steps = self._both([step])
+            self.steps = self._both([StepGraph(gm, Phase.FORWARD)])
         if self.steps[0].gm is not gm:
             gm.graph = self.steps[0].graph
 
@@ -196,8 +189,7 @@ class Region:
 def _wait_one_by_one(graph: fx.Graph) -> None:
     """Writes the program's waits for several messages as waits for one each: whatever orders or checks knows one kind.
 
-    before    %c = all_reduce_coalesced([%a, %b], ...)   %w = wait_tensors([%c[0], %c[1]])   %w[0], %w[1]
-    after     %c = all_reduce_coalesced([%a, %b], ...)   wait_tensor(%c[0]), wait_tensor(%c[1])
+    %w = wait_tensors([%c[0], %c[1]]), %w[0], %w[1]   ->   wait_tensor(%c[0]), wait_tensor(%c[1])
     """
     for wait in graph.find_nodes(op="call_function", target=_WAIT_FOR_ALL):
         for item in list(wait.users):
@@ -212,15 +204,10 @@ def _wait_one_by_one(graph: fx.Graph) -> None:
 
 @dataclasses.dataclass(eq=False)
 class CompiledRegion:
-    """The graphs of one compiled region as the passes left them, for `explain(compiled)`.
+    """The graphs of one compiled region as the passes left them, forward first, for `explain(compiled)`.
 
-    Lowering consumes a graph, so each unit that it reads stores a copy of its nodes.
-
-    Attributes:
-        number: Counts the regions of a model in the order of their compiles.
-        lower: As in `FSDPOptions.lower`.
-        hardware: What it was planned for, if that was given.
-        steps: The transformed graphs, forward first.
+    Lowering consumes a graph, so each unit that it reads stores a copy of its nodes. Regions of a model are numbered in
+    the order of their compiles. `hardware` is what it was planned for, if that was given.
     """
 
     number: int

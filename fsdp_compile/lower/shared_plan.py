@@ -20,10 +20,9 @@ it has.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 
 import torch
 from torch import fx
@@ -46,7 +45,6 @@ _SETTINGS = (
     *("post_forward_size", "divide", "grad_placement", "forward_prefetch", "backward_prefetch"),
 )
 """What decides of a read which messages a rank sends, and when; names of groups and hooks are a rank's own."""
-_OTHER_SIZES = "; or, if batches have other sizes, options={'prefetch': 1}, whose plan does not depend on them"
 
 Lines = tuple[str, ...]
 """The collectives of forward and backward, as `ir.calls.line_of` writes them."""
@@ -61,12 +59,14 @@ class Compared:
         inserted: Their collectives as the program reads: one for each parameter, before any plan.
         planned: Their collectives as they will run.
         groups: The aliases of the process groups of these.
+        shared: Options by name, that have to be the same on all ranks.
     """
 
     read: Lines
     inserted: Lines
     planned: Lines
-    groups: frozenset[str]
+    groups: frozenset[str] = frozenset()
+    shared: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, steps: Sequence[StepGraph], read: Lines, inserted: Mapping[Phase, Lines]) -> Compared:
@@ -75,6 +75,27 @@ class Compared:
         # A pipeline that was told to stop early has inserted nothing, and has nothing to plan.
         lines = (line for step in steps for line in inserted.get(step.phase, ()))
         return cls(read, tuple(lines), tuple(map(line_of, starts)), frozenset(map(group_of, starts)))
+
+    @property
+    def needs(self) -> tuple[Mapping[str, str], Lines, list[str]]:
+        """What has to be the same on all ranks."""
+        return self.shared, _numbered(self.read), sorted(_numbered(self.inserted))
+
+    @property
+    def digest(self) -> str:
+        """Stands for it where ranks compare."""
+        return digest_of(json.dumps([self.needs, _numbered(self.planned)]))
+
+    @property
+    def text(self) -> str:
+        """What a rank that differs gets."""
+        return json.dumps([self.read, self.inserted, self.planned, self.shared])
+
+    @classmethod
+    def of_text(cls, text: str) -> Compared:
+        """Reads `text` of another rank."""
+        read, inserted, planned, shared = json.loads(text)
+        return cls(tuple(read), tuple(inserted), tuple(planned), shared=shared)
 
 
 Follow = Callable[[Lines], Compared]
@@ -124,20 +145,24 @@ def settle(graphs: Compared, follow: Follow, settings: Settings) -> None:
     places = _places(graphs.groups)
     if not places:
         return
-    shown = _Shown(settings.shared, graphs.read, graphs.inserted, graphs.planned)
-    key = digest_of(json.dumps([settings.own, shown.needs]))
+    graphs, may_follow = dataclasses.replace(graphs, shared=settings.shared), follow if settings.can_follow else None
+    key = digest_of(json.dumps([settings.own, graphs.needs]))
     known = places[0].plans.get(key, [])
-    if _takes_known(known, shown.planned, follow if settings.can_follow else None):
+    if _takes_known(known, graphs.planned, may_follow):
         return
     rounds = [(place.rendezvous(), next(place.compiles)) for place in places]
-    with telling_all():
-        try:
-            agreed = _exchange(rounds, shown, follow if settings.can_follow else None)
-        except RefusedElsewhereError as error:
-            for room, number in rounds:
-                if room.name != error.heard_in:  # else all of its ranks hear of it
-                    room.refuse(number, error)
-            raise
+    try:
+        agreed = _exchange(rounds, graphs, may_follow)
+    except RefusedElsewhereError as error:
+        for room, number in rounds:
+            if room.name != error.heard_in:  # else all of its ranks hear of it
+                room.refuse(number, error)
+        raise
+    except FSDPCompileError as error:
+        # This ends the comparisons of all groups of this rank, and so on: no rank waits for one that has failed.
+        for each in groups.rank_stores():
+            each.rendezvous().tell(error)
+        raise
     for place in places:
         place.plans.setdefault(key, []).append(_numbered(agreed))
 
@@ -157,14 +182,14 @@ def _takes_known(known: Sequence[Lines], mine: Lines, follow: Follow | None) -> 
     return False
 
 
-def _exchange(rounds: Sequence[tuple[Rendezvous, int]], mine: _Shown, follow: Follow | None) -> Lines:
+def _exchange(rounds: Sequence[tuple[Rendezvous, int]], mine: Compared, follow: Follow | None) -> Lines:
     """Takes the plan of the first rank of each group in turn, and waits until all ranks have done so."""
     shown = mine
     for room, number in rounds:
         text = room.first(number, shown.digest, shown.text)
         if text is None:
             continue
-        first = _Shown.of_text(text)
+        first = Compared.of_text(text)
         if first.needs != shown.needs or follow is None:
             raise _mismatch(room.ranks, first, room.rank, shown)
         shown = dataclasses.replace(mine, planned=first.planned)
@@ -179,35 +204,7 @@ def _exchange(rounds: Sequence[tuple[Rendezvous, int]], mine: _Shown, follow: Fo
     return shown.planned
 
 
-@dataclasses.dataclass(frozen=True)
-class _Shown:
-    """What a rank shows the others."""
-
-    shared: Mapping[str, str]
-    read: Lines
-    inserted: Lines
-    planned: Lines
-
-    @property
-    def needs(self) -> tuple[Mapping[str, str], Lines, list[str]]:
-        """What has to be the same on all ranks."""
-        return self.shared, _numbered(self.read), sorted(_numbered(self.inserted))
-
-    @property
-    def digest(self) -> str:
-        return digest_of(json.dumps([self.needs, _numbered(self.planned)]))
-
-    @property
-    def text(self) -> str:
-        return json.dumps(dataclasses.astuple(self))
-
-    @classmethod
-    def of_text(cls, text: str) -> _Shown:
-        shared, *lines = json.loads(text)
-        return cls(shared, *map(tuple, lines))
-
-
-def _mismatch(ranks: tuple[int, ...], one: _Shown, rank: int, other: _Shown) -> RankMismatchError:
+def _mismatch(ranks: tuple[int, ...], one: Compared, rank: int, other: Compared) -> RankMismatchError:
     """Names what the first rank of a group and another one, by its number in the group, have differently."""
     first, second = ranks[0], ranks[rank]
     names = [name for name in {**one.shared, **other.shared} if one.shared.get(name) != other.shared.get(name)]
@@ -218,38 +215,33 @@ def _mismatch(ranks: tuple[int, ...], one: _Shown, rank: int, other: _Shown) -> 
             where=f"options: {on_first} on rank {first}, {on_other} on rank {second}",
             instead="the same options of torch.compile() on every rank; one file of measured times for all hosts",
         )
-    sizes_differ = one.needs == other.needs
-    of_reads = (one.read, other.read) if one.inserted == other.inserted else (one.inserted, other.inserted)
-    mine, others = (one.planned, other.planned) if sizes_differ else of_reads
+    mine, others, hint = one.inserted, other.inserted, ""
+    if one.needs == other.needs:
+        mine, others = one.planned, other.planned
+        hint = "; or, if batches have other sizes, options={'prefetch': 1}, whose plan does not depend on them"
+    elif mine == others:
+        mine, others = one.read, other.read
     pairs = zip(_numbered(mine), _numbered(others), strict=False)
     number = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(mine), len(others)))
+    one_at, other_at = (f"[{lines[number]}]" if number < len(lines) else "nothing more" for lines in (mine, others))
     return RankMismatchError(
         f"rank {first} and rank {second} compile different collectives",
-        where=f"collective {number + 1}: {_at(mine, number)} on rank {first}, {_at(others, number)} on rank {second}",
+        where=f"collective {number + 1}: {one_at} on rank {first}, {other_at} on rank {second}",
         instead="the same control flow on every rank: which parameters are read, and in which order, must not depend "
         "on a rank's number or data; a module that has no rows on a rank is called there all the same, with an empty "
         "tensor; a rank whose whole batch is empty needs lower='eager', or a row whose loss is multiplied by 0: "
-        "Inductor computes nothing of an empty input, and reads fewer parameters"
-        + (_OTHER_SIZES if sizes_differ else ""),
+        f"Inductor computes nothing of an empty input, and reads fewer parameters{hint}",
     )
-
-
-def _at(lines: Lines, number: int) -> str:
-    return f"[{lines[number]}]" if number < len(lines) else "nothing more"
 
 
 def _numbered(lines: Lines) -> Lines:
     """The lines of each phase with numbers for names: layers that share a graph have the names of one of them."""
-    return tuple(line for _, of_phase in itertools.groupby(lines, _phase) for line in numbered(list(of_phase)))
-
-
-def _phase(line: str) -> str:
-    return line.partition(":")[0]
+    return tuple(line for phase in Phase for line in numbered(list(lines_of(phase, lines))))
 
 
 def lines_of(phase: Phase, lines: Lines) -> Lines:
     """Those of one graph."""
-    return tuple(line for line in lines if _phase(line) == phase.value)
+    return tuple(line for line in lines if line.startswith(f"{phase.value}:"))
 
 
 def _places(aliases: Iterable[str]) -> list[RankStore]:
@@ -293,16 +285,3 @@ def refuse(flats: Iterable[Record], error: FSDPCompileError) -> None:
         # nothing would find it in their next round, in which this rank takes no part.
         if not place.plans:
             place.rendezvous().refuse(next(place.compiles), error)
-
-
-@contextmanager
-def telling_all() -> Iterator[None]:
-    """An error ends the comparisons of all groups of this rank, and so on: no rank waits for one that has failed."""
-    try:
-        yield
-    except RefusedElsewhereError:
-        raise
-    except FSDPCompileError as error:
-        for each in groups.rank_stores():
-            each.rendezvous().tell(error)
-        raise

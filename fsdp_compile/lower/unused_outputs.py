@@ -10,6 +10,7 @@ a graph for which it makes a difference, and parameters whose outputs no rank us
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -40,11 +41,9 @@ def tangents_of(step: StepGraph) -> list[int]:
 def gradient_sources(backward: StepGraph) -> Sources | None:
     """The sources of the gradients in a backward before the passes join its messages.
 
-    A gradient without any source is not among them: it is zero by itself, whatever the loss.
-
-    Returns:
-        `None` if all have the same sources, or if the graph has something in it by which other ranks' losses may reach
-        a gradient, or whose outputs' gradients are no plain tensors: zeros are left then.
+    A gradient without any source is not among them: it is zero by itself, whatever the loss. `None` if all have the
+    same sources, or if the graph has something in it by which other ranks' losses may reach a gradient, or whose
+    outputs' gradients are no plain tensors: zeros are left then.
     """
     placeholders = backward.graph.find_nodes(op="placeholder")
     tangents = [placeholders[i] for i in tangents_of(backward)]
@@ -86,14 +85,11 @@ def _layout(node: fx.Node) -> tuple[Size, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class OutputGradient:
-    """The gradient of an output among the inputs of a backward.
-
-    Attributes:
-        layout: Its sizes, and then its strides.
-    """
+    """The gradient of an output among the inputs of a backward."""
 
     position: int
     layout: tuple[Size, ...]
+    """Its sizes, and then its strides."""
     dtype: torch.dtype
     device: torch.device
 
@@ -108,10 +104,8 @@ class OutputGradient:
 class UnusedOutputs:
     """What a backward has to know where a loss may leave outputs out; positions are those of its inputs.
 
-    Attributes:
-        gradients: The gradients of its outputs.
-        sizes: Where symbolic sizes are.
-        sources: From which of them the gradient of a parameter is computed, by flat parameter and offset.
+    `gradients` are those of its outputs, `sizes` says where symbolic sizes are, and `sources` from which gradients that
+    of a parameter is computed, by flat parameter and offset.
     """
 
     gradients: tuple[OutputGradient, ...]
@@ -134,7 +128,7 @@ class UnusedOutputs:
     def find(
         self, args: list[Any], ranks: Mapping[int, tuple[str, ...]], waiting: Mapping[int, Collection[int]]
     ) -> dict[int, set[int]]:
-        """Puts zeros in the place of gradients that are undefined; finds what no rank's loss depends on.
+        """Puts zeros in the place of gradients that are undefined; finds parameters that no rank's loss depends on.
 
         Args:
             args: Of the backward.
@@ -142,7 +136,7 @@ class UnusedOutputs:
             waiting: Offsets of the parameters that have gradients of earlier backwards, which this one adds.
 
         Returns:
-            Offsets of parameters, by flat parameter.
+            Offsets, by flat parameter.
         """
         undefined = [each for each in self.gradients if args[each.position] is None]
         sizes = {expression: args[i] for expression, i in self.sizes} if undefined else {}
@@ -159,7 +153,6 @@ class UnusedOutputs:
             for place in filter(None, map(groups.rank_store, names)):
                 with explained("where ranks compare which outputs their losses use"):
                     used = largest(used, groups.comparing_group(place))
-            for (flat, offset), is_used in zip(keys, used, strict=True):
-                if not is_used:
-                    found[flat].add(offset)
+            for flat, offset in itertools.compress(keys, (not each for each in used)):
+                found[flat].add(offset)
         return found

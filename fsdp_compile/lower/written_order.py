@@ -70,11 +70,15 @@ def planned_calls(graph: fx.Graph) -> list[Call]:
     starts: dict[fx.Node, int] = {}
     for node in filter(has_a_place, graph.nodes):
         space, operator = _name_of(node)
-        waited = _message(node.args[0], starts) if operator == _WAIT else None
-        communicates = space == _COLLECTIVES
-        if communicates and operator != _WAIT:
+        waited = None
+        if operator == _WAIT:
+            start, item = node.all_input_nodes[0], 0
+            if start.target is getitem:
+                start, item = start.args
+            waited = (starts[start], item) if start in starts else None  # else it is for an input
+        elif space == _COLLECTIVES:
             starts[node] = len(starts)
-        calls.append(Call(_ALIKE.get(operator, operator), communicates, waited, describe(node)))
+        calls.append(Call(_ALIKE.get(operator, operator), space == _COLLECTIVES, waited, describe(node)))
     return calls
 
 
@@ -93,15 +97,6 @@ def _has_a_place(space: str, operator: str) -> bool:
     return (
         space in (_COLLECTIVES, "fsdp_compile") or _ALIKE.get(operator, operator) in _MATMULS or "attention" in operator
     )
-
-
-def _message(waited: object, starts: dict[fx.Node, int]) -> tuple[int, int] | None:
-    """Which collective a wait is for, and which of its messages; `None` if it is for an input."""
-    assert isinstance(waited, fx.Node)
-    if waited.target is getitem:
-        start, item = waited.args
-        return (starts[start], item) if start in starts else None  # type: ignore[index, return-value]
-    return (starts[waited], 0) if waited in starts else None
 
 
 def written_calls(code: str) -> list[Call]:
@@ -139,15 +134,7 @@ def _results(operator: str, found: re.Match[str]) -> Iterator[str]:
 
 
 def compare(planned: Sequence[Call], code: str, phase: str) -> list[str]:
-    """Refuses code whose calls are in another order than planned.
-
-    Args:
-        planned: From `planned_calls`, before Inductor changed the graph.
-        code: What Inductor wrote, in Python.
-        phase: Of the graph, for the error.
-
-    Returns:
-        The operators that were compared.
+    """Refuses code of a `phase` whose calls are in another order than planned; returns the operators that it compared.
 
     Raises:
         InvariantError: With the calls around the first one that is out of place.

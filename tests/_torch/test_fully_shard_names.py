@@ -63,31 +63,19 @@ ATTRIBUTES: Mapping[Any, str] = {
     """,
 }
 """What the package reads and changes, by what has it: attributes of modules, classes and their objects."""
-_NEW_IN_2_15 = (
-    "_has_sharded_grad_dtype_override",
-    "_post_backward_pending",
-    "keep_unsharded_storage",
-    "sharded_grad_dtype",
-    "unsharded_grad_dtype",
-)
+_NEW_IN_2_15 = """
+    _has_sharded_grad_dtype_override _post_backward_pending keep_unsharded_storage sharded_grad_dtype
+    unsharded_grad_dtype
+"""
+_NEW_SINCE_2_11 = """
+    ShardPlacementResult _dp_dim_indices _fsdp_param_groups _reset_iter_state _set_separate_reduce_scatter_group
+    _unsharded_dtensor_spec dp_mesh_dims is_spmd_types reduce_scatter_max_input_buffers reduce_scatter_process_group
+    reduce_scatter_unused_params spmd_mesh
+"""
 LACKS = {
-    "2.11": {
-        "ShardPlacementResult",
-        "_dp_dim_indices",
-        "_reset_iter_state",
-        *_NEW_IN_2_15,
-        "_fsdp_param_groups",
-        "_set_separate_reduce_scatter_group",
-        "_unsharded_dtensor_spec",
-        "dp_mesh_dims",
-        "is_spmd_types",
-        "reduce_scatter_max_input_buffers",
-        "reduce_scatter_process_group",
-        "reduce_scatter_unused_params",
-        "spmd_mesh",
-    },
-    "2.13": {"_tp_spec", "is_spmd_types", *_NEW_IN_2_15},
-    "2.14": {"_tp_spec", *_NEW_IN_2_15},
+    "2.11": {*_NEW_SINCE_2_11.split(), *_NEW_IN_2_15.split()},
+    "2.13": {"_tp_spec", "is_spmd_types", *_NEW_IN_2_15.split()},
+    "2.14": {"_tp_spec", *_NEW_IN_2_15.split()},
     "2.15": {"_tp_spec"},
 }
 """What a version does not have, of what others have; the files that use it say what takes its place."""
@@ -106,7 +94,7 @@ def _used(path: Path) -> set[str]:
     nodes = list(ast.walk(ast.parse(path.read_text())))
     attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    return attributes | {text for text in texts if text.isidentifier()}
+    return attributes | {part for text in texts for part in text.split(".") if part.isidentifier()}
 
 
 def test_what_this_torch_lacks() -> None:

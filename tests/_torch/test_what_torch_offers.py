@@ -28,6 +28,9 @@ _HOOKS = "fsdp2/test_settings.py::test_such_a_unit_goes_by_hooks"
 _CASTS = "sharding/test_mixed_precision.py::test_inner_units_cast_their_inputs_by_their_own_policy"
 _PREFETCH = "numerics/one_process/test_explicit_prefetch.py::test_a_list_may_overtake_and_can_be_taken_back"
 _FINALIZE = "fsdp2/test_policies.py::test_backwards_that_the_caller_ends"
+_ARGUMENTS = """
+    module mesh reshard_after_forward shard_placement_fn mp_policy offload_policy ignored_params dp_mesh_dims
+"""
 ROWS: Mapping[str, Mapping[str, str]] = {
     "MixedPrecisionPolicy": {
         "param_dtype": _POLICIES,
@@ -38,19 +41,7 @@ ROWS: Mapping[str, Mapping[str, str]] = {
     },
     "CPUOffloadPolicy": {"pin_memory": _REDUCTIONS},
     "OffloadPolicy": {},
-    "fully_shard": dict.fromkeys(
-        (
-            "module",
-            "mesh",
-            "reshard_after_forward",
-            "shard_placement_fn",
-            "mp_policy",
-            "offload_policy",
-            "ignored_params",
-            "dp_mesh_dims",
-        ),
-        "torch's: its call has run before a model is taken over",
-    ),
+    "fully_shard": dict.fromkeys(_ARGUMENTS.split(), "torch's: its call has run before a model is taken over"),
     "DataParallelMeshDims": dict.fromkeys(("shard", "replicate"), "fsdp2/test_mesh_dims.py::test_compiled"),
     "FSDPModule": {
         "finalize_backward": _FINALIZE,

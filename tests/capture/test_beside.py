@@ -7,12 +7,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compile import ConfigError, FSDPCompileError, fully_shard
@@ -21,7 +19,7 @@ from tests.fake_world import fake_world
 from tests.models.kinds import WIDTH, Stack
 from tests.numerics.one_process.measure import gradient_difference
 from tests.ranks import on_ranks, run_ranks
-from tests.two_sides import Run, WithOneProcess, compile_eagerly
+from tests.two_sides import Run, WithOneProcess, compile_eagerly, compile_in_place
 
 
 class _Task(nn.Module):
@@ -43,11 +41,6 @@ def _big() -> nn.Module:
 MODELS: dict[str, Callable[[], nn.Module]] = {"small": Stack, "big": _big}
 
 
-def _compiled_itself(model: nn.Module) -> nn.Module:
-    model.compile(backend="fsdp", options={"lower": "eager"})
-    return model
-
-
 def _called(model: nn.Module) -> nn.Module:
     compile_eagerly(model)(torch.ones(2, WIDTH))
     return model
@@ -62,9 +55,9 @@ FORMS: dict[str, Callable[[nn.Module], Call]] = {
     "around": lambda model: DistributedDataParallel(compile_eagerly(model)),
     "around-a-task": lambda model: DistributedDataParallel(_Task(compile_eagerly(model))),
     "around-a-called-one": lambda model: DistributedDataParallel(_called(model)),
-    "around-module.compile": lambda model: DistributedDataParallel(_compiled_itself(model)),
+    "around-module.compile": lambda model: DistributedDataParallel(compile_in_place(model)),
     "inside": lambda model: compile_eagerly(DistributedDataParallel(model)),
-    "module.compile": lambda model: _compiled_itself(DistributedDataParallel(model)),
+    "module.compile": lambda model: compile_in_place(DistributedDataParallel(model)),
     "function": lambda model: _function(DistributedDataParallel(model)),
 }
 
@@ -116,18 +109,13 @@ def test_what_torch_replicates_is_refused(wrapped_by: str, form: str, of: Callab
     assert "the model without" in message
 
 
-def _replicated_in_a_function(wrapped_by: str) -> float:
-    """The largest difference of a gradient from one process."""
-    pair = WithOneProcess(_sequential, Run.EAGER, REPLICATED_BY_TORCH[wrapped_by], shape=WIDTH, twice=False)
-    pair.backward(_function(pair.model))
-    return gradient_difference(*pair)
-
-
 @pytest.mark.parametrize("wrapped_by", REPLICATED_BY_TORCH)
+@on_ranks()
 def test_a_module_of_torch_behind_the_graph_break_of_its_replication_is_averaged_once(wrapped_by: str) -> None:
     """Dynamo starts no graph in it, so there is nothing to refuse."""
-    for difference in run_ranks(_replicated_in_a_function, wrapped_by):
-        assert difference < 1e-6
+    pair = WithOneProcess(_sequential, Run.EAGER, REPLICATED_BY_TORCH[wrapped_by], shape=WIDTH, twice=False)
+    pair.backward(_function(pair.model))
+    assert gradient_difference(*pair) < 1e-6
 
 
 def _blocks_alone(form: str) -> str:
@@ -144,7 +132,7 @@ def _blocks_alone(form: str) -> str:
         fully_shard(model)
     for number, block in enumerate(model.blocks):
         if form == "sharded":
-            block.compile(backend="fsdp", options={"lower": "eager"})
+            compile_in_place(block)
         else:
             model.blocks[number] = compile_eagerly(block)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -179,7 +167,9 @@ def test_an_optimizer_of_sharded_and_plain_parts_is_refused() -> None:
         assert "SGD: 2 of " in message
 
 
-def _one_part_in_a_function(*, closure: bool) -> str:
+@long.parametrize("closure", [False, True], always=[False])
+@on_ranks()
+def test_a_plain_model_beside_a_compiled_one_is_refused(closure: bool) -> None:  # noqa: FBT001
     """No module contains both parts; the plain one is never compiled."""
     torch.manual_seed(0)
     body, head = Stack(), nn.Linear(5, 3)
@@ -195,50 +185,21 @@ def _one_part_in_a_function(*, closure: bool) -> str:
         with torch.no_grad():
             compiled(torch.ones(2, WIDTH))
         optimizer.step(compute)
-        return _refusal(lambda: optimizer.step(compute))
-    compute()
-    message = _refusal(optimizer.step)
-    assert torch.equal(head.weight, before.weight)
-    return message
-
-
-@long.parametrize("closure", [False, True], always=[False])
-def test_a_plain_model_beside_a_compiled_one_is_refused(closure: bool) -> None:  # noqa: FBT001
-    for message in run_ranks(_one_part_in_a_function, closure=closure):
-        assert "others that no rank averages" in message
-
-
-class _Half(nn.Module):
-    """A sharded part, compiled in place, in a model whose rest DDP averages."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.stack = Stack()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.stack(self.first(x))
+        message = _refusal(lambda: optimizer.step(compute))
+    else:
+        compute()
+        message = _refusal(optimizer.step)
+        assert torch.equal(head.weight, before.weight)
+    assert "others that no rank averages" in message
 
 
 @on_ranks()
 def test_ddp_that_ignores_what_is_sharded_averages_the_rest() -> None:
-    """The largest difference of a gradient from one process, in DDP's part and in the sharded one."""
-    torch.manual_seed(0)
-    model = _Half()
-    reference = copy.deepcopy(model)
-    _compiled_itself(fully_shard(model.stack))
-    sharded = [name for name, _ in model.named_parameters() if name.startswith("stack.")]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sharded)
-    wrapped = DistributedDataParallel(model)
-    batch = torch.randn(4, WIDTH)
-    wrapped(batch.chunk(2)[dist.get_rank()]).square().mean().backward()
-    reference(batch).square().mean().backward()
-    worst = {"first": 0.0, "stack": 0.0}
-    for (name, mine), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert mine.grad is not None
-        assert theirs.grad is not None
-        full = mine.grad.full_tensor() if isinstance(mine.grad, DTensor) else mine.grad
-        part = name.partition(".")[0]
-        worst[part] = max(worst[part], (full - theirs.grad).abs().max().item())
-    differences = worst["first"], worst["stack"]
-    assert max(differences) < 1e-6
+    """A sharded part is compiled in place, in a model whose rest DDP averages."""
+    pair = WithOneProcess(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Stack()), Run.UNSHARDED, shape=WIDTH)
+    compile_in_place(fully_shard(pair.model[1]))
+    sharded = [name for name, _ in pair.model.named_parameters() if name.startswith("1.")]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(pair.model, sharded)
+    pair.twice = False
+    pair.backward(DistributedDataParallel(pair.model))
+    pair.compare_gradients()

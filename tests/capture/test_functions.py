@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,11 +15,11 @@ from torch._higher_order_ops.while_loop import while_loop
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.nn.attention.flex_attention import flex_attention
 
+from fsdp_compile import no_sync
 from tests import long
-from tests.capture.accumulation import check_accumulation
 from tests.fake_world import fake_world
-from tests.ranks import on_ranks, run_ranks
-from tests.two_sides import Run, WithOneProcess, close, compile_eagerly, loss_of
+from tests.ranks import on_ranks
+from tests.two_sides import Run, WithOneProcess, close, compare_gradients, compile_eagerly, loss_of, made
 
 WIDTH = 6
 
@@ -126,23 +125,12 @@ def test_functions_read_as_in_one_process(make: Callable[[], nn.Module], how: Ru
 @on_ranks()
 def test_ranks_may_take_different_branches() -> None:
     """Each gathers the parameters of both, so nothing hangs."""
-    torch.manual_seed(0)
-    model, rank = _Cond(), torch.distributed.get_rank()
-    reference = _Cond()
-    reference.load_state_dict(model.state_dict())
-    batches = [torch.ones(2, WIDTH) * (1e9 if each == 0 else 1.0) for each in range(2)]
-    scaled = [1e-9, 1.0]
-    compiled = compile_eagerly(model)
-    (loss_of(compiled(batches[rank])) * scaled[rank] ** 2).backward()
-    for batch, scale in zip(batches, scaled, strict=True):
-        (loss_of(reference(batch)) * scale**2 / 2).backward()
-    for (name, mine), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
-        close(mine.grad.full_tensor(), theirs.grad, name)  # type: ignore[union-attr]
-
-
-@long.parametrize("make", [_Cond, _Scan], always=[_Scan])
-def test_functions_accumulate_without_reduction(make: Callable[[], nn.Module]) -> None:
-    run_ranks(check_accumulation, make, WIDTH, world_size=2)
+    model, reference, rank = made(_Cond), made(_Cond), torch.distributed.get_rank()
+    scales = (1e9, 1.0)
+    (loss_of(compile_eagerly(model)(torch.ones(2, WIDTH) * scales[rank])) / scales[rank] ** 2).backward()
+    for scale in scales:
+        (loss_of(reference(torch.ones(2, WIDTH) * scale)) / scale**2 / 2).backward()
+    compare_gradients(model, reference)
 
 
 class _Bias(nn.Module):
@@ -215,14 +203,6 @@ def test_unusual_graphs_train_as_in_one_process(make: Callable[[], nn.Module], h
         pair.train()
 
 
-def _check_first_call_in(transform: Callable[..., Any]) -> None:
-    torch.manual_seed(0)
-    model, x = nn.Linear(WIDTH, WIDTH), torch.randn(4, WIDTH)
-    expected = transform(lambda y: torch.sin(model(y)).sum(), x)
-    compiled = compile_eagerly(model)
-    close(transform(lambda y: torch.sin(compiled(y)).sum(), x), expected, "derivative")
-
-
 def _gradient(function: Callable[..., Any], x: torch.Tensor) -> Any:
     return torch.func.grad(function)(x)
 
@@ -236,8 +216,13 @@ def _tangent(function: Callable[..., Any], x: torch.Tensor) -> Any:
     reason="Python reads the parameters here, and this torch's FSDP2 cannot gather them inside of a transform (2.11)",
 )
 @long.parametrize("transform", [_gradient, _tangent], always=[_gradient])
+@on_ranks()
 def test_the_first_call_may_be_inside_of_a_transform(transform: Callable[..., Any]) -> None:
-    run_ranks(functools.partial(_check_first_call_in, transform), world_size=2)
+    torch.manual_seed(0)
+    model, x = nn.Linear(WIDTH, WIDTH), torch.randn(4, WIDTH)
+    expected = transform(lambda y: torch.sin(model(y)).sum(), x)
+    compiled = compile_eagerly(model)
+    close(transform(lambda y: torch.sin(compiled(y)).sum(), x), expected, "derivative")
 
 
 class _WithTarget(nn.Module):
@@ -253,5 +238,12 @@ class _WithTarget(nn.Module):
         return self.layer(x) - target
 
 
-def test_a_layer_used_with_and_without_gradients_accumulates() -> None:
-    run_ranks(check_accumulation, _WithTarget, WIDTH, world_size=2)
+@long.parametrize("make", [_Cond, _Scan, _WithTarget], always=[_Scan, _WithTarget])
+@on_ranks()
+def test_microbatches_accumulate_without_reduction(make: Callable[[], nn.Module]) -> None:
+    pair = WithOneProcess(make, shape=WIDTH, twice=False)
+    for _ in range(2):
+        with no_sync(pair.model):
+            pair.backward()
+        pair.backward()
+    pair.compare_gradients()

@@ -15,10 +15,8 @@ from torch import nn
 from fsdp_compile import ConfigError, fully_shard
 from tests import long
 from tests.models.kinds import WIDTH, Stack
-from tests.ranks import on_ranks, run_ranks
-from tests.two_sides import Run, WithOneProcess, loss_of
-
-IN_PLACE = {"backend": "fsdp", "options": {"lower": "eager"}}
+from tests.ranks import on_ranks
+from tests.two_sides import Run, WithOneProcess, compile_in_place, loss_of
 
 
 class _Head(nn.Module):
@@ -41,13 +39,6 @@ class _TwoHeads(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.a(x) + self.b(x)
-
-
-def _train(make: Callable[[], nn.Module], how: Run, parts: Callable[[nn.Module], list[nn.Module]]) -> None:
-    pair = WithOneProcess(make, how, shape=WIDTH)
-    for part in parts(pair.model):
-        part.compile(**IN_PLACE)
-    pair.train(steps=3)
 
 
 def _all_of_it(model: nn.Module) -> list[nn.Module]:
@@ -77,7 +68,7 @@ def test_plain_ones_are_refused_before_anything_is_trained(
     model = make()
     expected = copy.deepcopy(model)
     for part in parts(model):
-        part.compile(**IN_PLACE)
+        compile_in_place(part)
     batch = torch.ones(2, WIDTH)
     with torch.no_grad():  # each rank computes with its whole copy, and nothing is trained
         torch.testing.assert_close(model(batch), expected(batch))
@@ -92,18 +83,13 @@ def test_plain_ones_are_refused_before_anything_is_trained(
     assert "torch.compile(model, backend='fsdp') of the whole model, which shards it, or fully_shard(model)" in message
 
 
-def _nothing(_model: nn.Module) -> list[nn.Module]:
-    return []
-
-
-@long.parametrize(
-    ("how", "parts"),
-    [(Run.PLAIN, _nothing), (Run.EAGER, _heads)],
-    always=[(Run.EAGER, _heads)],
-    ids=["whole", "sharded"],
-)
-def test_what_the_refusal_of_a_shared_trunk_advises(how: Run, parts: Callable[[nn.Module], list[nn.Module]]) -> None:
-    run_ranks(_train, _TwoHeads, how, parts)
+@long.parametrize("how", [Run.PLAIN, Run.EAGER], always=[Run.EAGER], ids=["whole", "sharded"])
+@on_ranks()
+def test_what_the_refusal_of_a_shared_trunk_advises(how: Run) -> None:
+    pair = WithOneProcess(_TwoHeads, how, shape=WIDTH)
+    for head in _heads(pair.model) if how is Run.EAGER else ():
+        compile_in_place(head)
+    pair.train(steps=3)
 
 
 SCRIPT = textwrap.dedent(

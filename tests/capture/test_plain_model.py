@@ -21,8 +21,8 @@ from tests import long
 from tests.fake_world import fake_world
 from tests.models.kinds import WIDTH, Stack
 from tests.models.outlines import Small, Transformer
-from tests.ranks import on_ranks, run_ranks
-from tests.two_sides import Run, WithOneProcess, close, compile_eagerly
+from tests.ranks import on_ranks
+from tests.two_sides import Run, WithOneProcess, close, compile_eagerly, compile_in_place, made
 
 
 def _train(call: Callable[[torch.Tensor], torch.Tensor], model: nn.Module, reference: nn.Module | None = None) -> None:
@@ -97,11 +97,6 @@ class _Nested(nn.Module):
         return self.inner(x) * self.gain
 
 
-def _module(make: Callable[[], nn.Module]) -> None:
-    model = make()
-    _train(compile_eagerly(model), model)
-
-
 class _Task(Small):
     """As frameworks have it: they call methods, which call the module itself."""
 
@@ -114,11 +109,20 @@ class _Task(Small):
         return x
 
 
-def _methods_of_a_module_itself_compiled() -> None:
-    model = _Task()
+@pytest.mark.core
+@long.parametrize("make", [Small, _Other, _Breaks, _Nested, _LeftToPython], always=[_LeftToPython])
+@on_ranks()
+def test_however_its_forward_is(make: Callable[[], nn.Module]) -> None:
+    model = made(make)
+    _train(compile_eagerly(model), model)
+
+
+@pytest.mark.core
+@on_ranks()
+def test_methods_of_a_module_that_is_compiled_in_place() -> None:
+    model = made(_Task)
     reference = copy.deepcopy(model)
-    fully_shard(model)
-    model.compile(backend="fsdp", options={"lower": "eager"})
+    compile_in_place(fully_shard(model))
     _train(model.training_step, model, reference)
     x = torch.randn(2, 6)
     with torch.no_grad():
@@ -127,75 +131,35 @@ def _methods_of_a_module_itself_compiled() -> None:
             close(model.generate(x), reference.generate(x), "generate inside full_params")
 
 
-CASES: dict[str, Callable[[], None]] = {
-    "module": lambda: _module(Small),
-    "first-argument-not-named-self": lambda: _module(_Other),
-    "graph-breaks": lambda: _module(_Breaks),
-    "nested": lambda: _module(_Nested),
-    "methods-of-module.compile": _methods_of_a_module_itself_compiled,
-    "module-left-to-python": lambda: _module(_LeftToPython),
-}
-
-
-def _run_cases(names: list[str]) -> None:
-    for name in names:
-        torch.manual_seed(0)
-        CASES[name]()
-
-
-@pytest.mark.core
-@long.parametrize("name", CASES, always=["methods-of-module.compile", "module-left-to-python"])
-def test_however_the_model_is_reached(name: str) -> None:
-    run_ranks(_run_cases, [name])
-
-
-def _check_units() -> None:
-    torch.manual_seed(0)
-    model = Transformer()
-    compiled = compile_eagerly(model)
-    tokens = torch.arange(8).reshape(2, 4)
-    compiled(tokens)
-    assert [u.title for u in units(model) if u.title != "(root)"] == [
-        "embed",
-        "blocks.0",
-        "blocks.1",
-        "blocks.2",
-        "head",
-    ]
-    assert type(model.head.weight) is DTensor, "in the frame that made the first call, outside of forward"
-
-
 def test_the_first_call_splits_the_model_and_ends_there() -> None:
     with fake_world(2):
-        _check_units()
+        model = Transformer()
+        compile_eagerly(model)(torch.arange(8).reshape(2, 4))
+        assert {u.title for u in units(model)} == {"(root)", "embed", "blocks.0", "blocks.1", "blocks.2", "head"}
+        assert type(model.head.weight) is DTensor, "in the frame that made the first call, outside of forward"
 
 
 @on_ranks()
 def test_values_of_the_first_rank_alone() -> None:
     """The others have the model on meta; the optimizer is made before any has its part."""
-    torch.manual_seed(0)
-    reference = Small()
-    torch.manual_seed(0)
+    reference = made(Small)
     with torch.device("meta" if dist.get_rank() else "cpu"):
-        model = Small()
-    options: Any = {"lower": "eager", "sync_module_states": True}
-    _train(torch.compile(model, backend="fsdp", options=options), model, reference)
+        model = made(Small)
+    _train(compile_eagerly(model, sync_module_states=True), model, reference)
 
 
 @on_ranks(timeout_s=60)
 def test_values_of_no_rank() -> None:
     with torch.device("meta"):
         model = Small()
-    compiled: Any = torch.compile(model, backend="fsdp", options={"lower": "eager", "sync_module_states": True})
     with pytest.raises(ConfigError, match=r"on the meta device: it has no value\n  where: scale"):
-        compiled(torch.ones(2, 6))
+        compile_eagerly(model, sync_module_states=True)(torch.ones(2, 6))
 
 
 @pytest.mark.long
 @on_ranks()
 def test_inference_only() -> None:
-    torch.manual_seed(0)
-    model = Small().requires_grad_(requires_grad=False).eval()
+    model = made(Small).requires_grad_(requires_grad=False).eval()
     reference = copy.deepcopy(model)
     compiled = compile_eagerly(model)
     for rows in (2, 3):
@@ -206,55 +170,27 @@ def test_inference_only() -> None:
     assert _is_sharded(model)
 
 
-def _train_where(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> nn.Module:
-    """A forward and a backward in this process, which has no group yet, with some of the variables of `torchrun`."""
-    assert not dist.is_initialized()
+def test_without_a_process_group_the_missing_variables_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    model = Small()
-    compile_eagerly(model)(torch.ones(2, 6)).sum().backward()
-    return model
-
-
-def test_without_a_process_group_the_missing_variables_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(Exception, match="no process group is initialized") as caught:
-        _train_where({"RANK": "0", "MASTER_ADDR": "localhost"}, monkeypatch)
-    cause = getattr(caught.value, "inner_exception", caught.value)
-    assert isinstance(cause, ConfigError)
-    assert "lacks WORLD_SIZE, MASTER_PORT" in str(cause)
-    assert "torchrun --nproc-per-node" in str(cause)
-
-
-class _Stack(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.layers(x)
-        return out
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    with pytest.raises(ConfigError, match=r"no process group is initialized.* lacks WORLD_SIZE, MASTER_PORT") as caught:
+        compile_eagerly(Small())(torch.ones(2, 6))
+    assert "torchrun --nproc-per-node" in str(caught.value)
 
 
 def test_a_layer_that_is_a_unit_is_dropped_from_a_sharded_model() -> None:
     with fake_world(1):
-        model: Any = _Stack()
-        for layer in model.layers:
-            fully_shard(layer)
+        model: Any = Stack()
+        for block in model.blocks:
+            fully_shard(block)
         compiled = compile_eagerly(fully_shard(model))
-        compiled(torch.ones(2, 4)).sum().backward()
-        del layer
-        model.layers = model.layers[:1]
+        compiled(torch.ones(2, WIDTH)).sum().backward()
+        del block
+        model.blocks = model.blocks[:1]
         gc.collect()
-        assert compiled(torch.ones(2, 4)).shape == (2, 4)
-
-
-Call = Callable[[torch.Tensor], Any]
-
-
-def _kinds(model: nn.Module) -> set[type]:
-    return {type(parameter) for parameter in model.parameters()}
+        assert len(compiled(torch.ones(2, WIDTH))) == 2
 
 
 def test_a_first_call_that_fails_is_tried_again() -> None:
@@ -274,7 +210,7 @@ def test_values_in_the_place_of_parameters_are_not_the_first_call() -> None:
         call: Any = compile_eagerly(model)
         values = {name: torch.zeros_like(p) for name, p in call.named_parameters()}
         torch.func.functional_call(call, values, torch.ones(3, 2, WIDTH))
-        assert _kinds(model) == {nn.Parameter}
+        assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
         call(torch.ones(3, 2, WIDTH))
         assert isinstance(model, FSDPModule)
 

@@ -17,26 +17,6 @@ from tests.models.round_sizes import WIDTH, Broken, Stack, on_meta
 BUDGET: dict[str, Any] = {"lower": "eager", "memory_budget_gb": 1.0}
 
 
-def test_a_plan_of_several_graphs_has_no_budget() -> None:
-    model, x = on_meta(Broken)
-    with pytest.raises(ConfigError, match=r"does not read .*second.* part of its model"):
-        explain(model, x, world_size=4, options=BUDGET)
-
-
-def test_a_compile_of_a_part_has_no_budget() -> None:
-    x = torch.randn(4, WIDTH)
-    with fake_world(4):
-        compiled = torch.compile(Broken(), backend="fsdp", options=BUDGET)
-        with pytest.raises(BackendCompilerFailed, match="part of its model") as caught:
-            compiled(x)
-        assert isinstance(caught.value.inner_exception, ConfigError)
-        parts = Stack(2)
-        for block in parts.blocks:
-            block.compile(backend="fsdp", options=BUDGET)
-        with pytest.raises(BackendCompilerFailed, match=r"does not read blocks\.1"):
-            fully_shard(parts)(x)
-
-
 class BrokenLoop(Stack):
     """Python calls its blocks one by one, which share compiled code."""
 
@@ -47,14 +27,23 @@ class BrokenLoop(Stack):
         return x
 
 
-def test_a_loop_that_breaks_has_no_budget() -> None:
-    model, x = on_meta(BrokenLoop)
+@pytest.mark.parametrize("make", [Broken, BrokenLoop])
+def test_several_graphs_have_no_budget(make: type[nn.Module]) -> None:
+    model, x = on_meta(make)
     with pytest.raises(ConfigError, match=r"does not read .*part of its model"):
         explain(model, x, world_size=4, options=BUDGET)
+    with fake_world(4), pytest.raises(BackendCompilerFailed, match=r"does not read .*part of its model") as caught:
+        torch.compile(make(), backend="fsdp", options=BUDGET)(torch.randn(4, WIDTH))
+    assert isinstance(caught.value.inner_exception, ConfigError)
+
+
+def test_a_block_has_no_budget() -> None:
     with fake_world(4):
-        compiled = torch.compile(BrokenLoop(), backend="fsdp", options=BUDGET)
-        with pytest.raises(BackendCompilerFailed, match=r"does not read .*part of its model"):
-            compiled(torch.randn(4, WIDTH))
+        parts = Stack(2)
+        for block in parts.blocks:
+            block.compile(backend="fsdp", options=BUDGET)
+        with pytest.raises(BackendCompilerFailed, match=r"does not read blocks\.1"):
+            fully_shard(parts)(torch.randn(4, WIDTH))
 
 
 class WithHeads(Stack):

@@ -18,7 +18,8 @@ from unittest import mock
 
 import torch
 from torch import fx, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_compile.lower.inductor
 from fsdp_compile.explain.stand_in import hollow, shard_stand_in
@@ -28,14 +29,14 @@ from tests.cuda.llama import SMALL, Llama, Sizes
 from tests.cuda.pretended_gpu import SM_90, Architecture, pretended_gpu
 from tests.fake_world import fake_world
 
+BF16: Mapping[str, Any] = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)}
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:
     """A model in a world of ranks that do not exist.
 
     Attributes:
-        make: Makes the model.
-        ranks: Of the default group.
         replicas: Of hybrid sharding; 1 for none.
         sharding: Arguments of `fully_shard`.
         options: Of the backend.
@@ -45,7 +46,6 @@ class Case:
         autocast: Whether it is called under `torch.autocast`.
     """
 
-    make: Callable[[Sizes], nn.Module] = Llama
     sizes: Sizes = SMALL
     ranks: int = 8
     replicas: int = 1
@@ -92,20 +92,21 @@ def generate(case: Case) -> dict[Phase, Code]:
         torch._inductor.config.patch(fx_graph_cache=False, compile_threads=1),
         contextlib.suppress(_EndError),
     ):
-        model = _sharded(case)
+        model, sizes = _sharded(case), case.sizes
         compiled = torch.compile(_caller(), backend="fsdp", dynamic=False, options=dict(case.options))
-        compiled(model, case.autocast, *_inputs(case))
+        table = torch.empty(sizes.tokens, sizes.head_width, dtype=case.dtype)
+        inputs = torch.zeros(1, sizes.tokens, dtype=torch.long), hollow(table), hollow(table)
+        compiled(model, case.autocast, *inputs)
     assert codes, "nothing was compiled"
     return codes
 
 
+@dataclasses.dataclass
 class _Lowered:
     """In place of what Inductor compiled."""
 
-    _boxed_call = True
-
-    def __init__(self, source_code: str) -> None:
-        self.source_code = source_code
+    source_code: str
+    _boxed_call: bool = True
 
     def __call__(self, _args: list[Any]) -> Any:
         raise _EndError
@@ -113,26 +114,15 @@ class _Lowered:
 
 def _sharded(case: Case) -> nn.Module:
     with torch.device("meta"):
-        model = case.make(case.sizes)
+        model = Llama(case.sizes)
     case.before(model)
-    taken = shard_stand_in(model, mesh=_mesh(case), **{"reshard_after_forward": True, **case.sharding})
+    shape = (case.ranks,) if case.replicas == 1 else (case.replicas, case.ranks // case.replicas)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    taken = shard_stand_in(model, mesh=mesh, **{"reshard_after_forward": True, **case.sharding})
     case.after(model)
     for group in taken.groups:
         refresh_reads(group)
     return model
-
-
-def _mesh(case: Case) -> DeviceMesh:
-    if case.replicas == 1:
-        return init_device_mesh("cpu", (case.ranks,), mesh_dim_names=("shard",))
-    shape = (case.replicas, case.ranks // case.replicas)
-    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-
-
-def _inputs(case: Case) -> tuple[torch.Tensor, ...]:
-    sizes = case.sizes
-    table = torch.empty(sizes.tokens, sizes.head_width, dtype=case.dtype)
-    return torch.zeros(1, sizes.tokens, dtype=torch.long), hollow(table), hollow(table)
 
 
 def _caller() -> Callable[..., Any]:
@@ -165,14 +155,11 @@ def _moved(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[list[Any], Any]:
     with mode:
         for at, (node, value) in enumerate(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True)):
             if isinstance(value, torch.Tensor):
-                device = torch.device("cpu") if _is_on_host(node) else gpu
+                is_on_host = role_of(node) is Role.FLAT and require(node).specs[0].compute
+                device = torch.device("cpu") if is_on_host else gpu
                 fakes[at] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
     FakeTensorProp(gm, mode).propagate_dont_convert_inputs(*fakes)
     return fakes, mode
-
-
-def _is_on_host(node: fx.Node) -> bool:
-    return role_of(node) is Role.FLAT and bool(require(node).specs[0].compute)
 
 
 @contextlib.contextmanager

@@ -63,14 +63,11 @@ class _Driver:
         return torch.device("cuda", 0)
 
 
-class _NoGuard:
+class _NoGuard(contextlib.nullcontext[None]):
     """In place of `torch.cuda.device`."""
 
-    def __init__(self, *_: object) -> None: ...
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
+    def __init__(self, *_: object) -> None:
+        super().__init__()
 
 
 def _inverted(tensor: torch.Tensor) -> torch.Tensor:
@@ -84,34 +81,29 @@ def pretended_gpu(architecture: Architecture = SM_90) -> Iterator[None]:
     from torch._dynamo import device_interface
     from triton.runtime import driver
 
-    in_torch = {
-        "torch.cuda.is_available": lambda: True,
-        "torch.cuda.device_count": lambda: 1,
-        "torch.cuda.current_device": lambda: 0,
-        "torch.cuda.get_device_properties": lambda *_: architecture,
+    in_both: dict[str, Any] = {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "get_device_properties": lambda *_: architecture,
+        "is_bf16_supported": lambda *_, **__: True,
+        "synchronize": lambda *_: None,
+        "device": _NoGuard,
+    }
+    in_torch = {f"torch.cuda.{name}": value for name, value in in_both.items()} | {
         "torch.cuda.get_device_capability": lambda *_: (architecture.major, architecture.minor),
         "torch.cuda.get_device_name": lambda *_: architecture.name,
-        "torch.cuda.is_bf16_supported": lambda *_, **__: True,
-        "torch.cuda.synchronize": lambda *_: None,
         "torch.cuda.get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),
         "torch.cuda.set_rng_state": lambda *_, **__: None,
-        "torch.cuda.device": _NoGuard,
         # The one method that asks for a guard of the device, which a CPU build has not for CUDA.
         "torch.Tensor.__invert__": _inverted,
         "torch._subclasses.fake_tensor.init_gpu_context": lambda *_: None,
     }
     not_of_a_cpu_build = {"torch._C._cuda_cudaCachingAllocator_is_enabled": lambda: True}
-    interface: dict[str, Any] = {
-        "is_available": lambda: True,
-        "device_count": lambda: 1,
-        "current_device": lambda: 0,
-        "get_device_properties": lambda *_: architecture,
+    interface = in_both | {
         "get_compute_capability": lambda *_: architecture.capability,
         "is_triton_capable": lambda *_: True,
-        "is_bf16_supported": lambda *_, **__: True,
         "get_raw_stream": lambda *_: 0,
-        "synchronize": lambda *_: None,
-        "device": _NoGuard,
     }
     workers = {
         "caching_worker_device_properties": {"cuda": [architecture]},

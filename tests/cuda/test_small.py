@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
-import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 pytest.importorskip("triton", reason="pip install -e '.[cuda-code]' brings Triton, which compiles the kernels")
 
 from fsdp_compile.ir.graph import Phase
 from tests.cuda import checks
-from tests.cuda.generate import Case, Code, generate
+from tests.cuda.generate import BF16, Case, Code, generate
 from tests.cuda.pretended_gpu import SM_90
 from tests.cuda.wrapper import Wrapper
 
@@ -23,33 +21,25 @@ pytestmark = [pytest.mark.inductor, pytest.mark.optional]
 
 @pytest.fixture(scope="module")
 def codes() -> Mapping[Phase, Code]:
-    return generate(
-        Case(sharding={"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)})
-    )
+    return generate(Case(sharding=BF16))
 
 
+CHECKS = [
+    checks.order_is_planned,
+    checks.no_gathered_matrix_is_copied,
+    checks.host_goes_on,
+    checks.gathered_memory_is_freed_once,
+]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 @BOTH
-def test_communication_is_in_the_planned_order(codes: Mapping[Phase, Code], phase: Phase) -> None:
-    checks.order_is_planned(codes[phase])
-
-
-@BOTH
-def test_matmuls_read_what_was_gathered_where_it_is(codes: Mapping[Phase, Code], phase: Phase) -> None:
-    checks.no_gathered_matrix_is_copied(codes[phase])
+def test_code(codes: Mapping[Phase, Code], phase: Phase, check: Callable[[Code], None]) -> None:
+    check(codes[phase])
 
 
 def test_matmuls_write_gradients_into_messages(codes: Mapping[Phase, Code]) -> None:
     checks.no_gradient_is_copied(codes[Phase.BACKWARD])
-
-
-@BOTH
-def test_the_host_waits_for_nothing(codes: Mapping[Phase, Code], phase: Phase) -> None:
-    checks.host_goes_on(codes[phase])
-
-
-@BOTH
-def test_gathered_memory_is_freed_once(codes: Mapping[Phase, Code], phase: Phase) -> None:
-    checks.gathered_memory_is_freed_once(codes[phase])
 
 
 @BOTH

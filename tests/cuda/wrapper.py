@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterator
 from itertools import pairwise
@@ -39,23 +40,20 @@ class Wrapper:
         skipped = ("#", "assert_", "raw_stream", "with ", "def ")
         statements = (part for line in lines if not line.startswith(skipped) for part in line.split("; "))
         self.statements = [re.sub(r"\s+#.*$", "", s) for s in statements if s]
-        self.returned = set(_NAME.findall(body[body.index("\n        return (") :].splitlines()[1]))
 
     def launches(self) -> Iterator[tuple[int, Launch]]:
         """Launches of Inductor's kernels, each with the number of its statement."""
         for at, statement in enumerate(self.statements):
             if found := _RUN.match(statement):
-                arguments = tuple(found[2].split(", "))
-                sizes = [int(a) for a in arguments if a.isdigit()]
-                numel = 1
-                for size in sizes:
-                    numel *= size
+                arguments = found[2].split(", ")
+                numel = math.prod(int(a) for a in arguments if a.isdigit())
                 yield at, Launch(found[1], tuple(a for a in arguments if not a.isdigit()), numel)
 
     def launches_per_layer(self) -> list[int]:
         """Launches from the attention of one layer to that of the next."""
         at = [number for number, _ in self.launches()]
-        attention = self.places("= torch.ops.aten._scaled_dot_product_flash_attention")
+        operator = "= torch.ops.aten._scaled_dot_product_flash_attention"
+        attention = [number for number, statement in enumerate(self.statements) if operator in statement]
         return [sum(a < number < b for number in at) for a, b in pairwise(attention)]
 
     def starts(self, operator: str) -> Iterator[tuple[int, str, list[str]]]:
@@ -91,10 +89,6 @@ class Wrapper:
     def frees(self, name: str) -> int:
         """How often a buffer is given back."""
         return self.statements.count(f"del {name}")
-
-    def places(self, text: str) -> list[int]:
-        """Numbers of the statements with a text."""
-        return [at for at, statement in enumerate(self.statements) if text in statement]
 
     def synchronizes(self) -> list[str]:
         """Statements that make the host wait."""

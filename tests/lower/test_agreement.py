@@ -24,7 +24,7 @@ from tests import long
 from tests.models.kinds import Slim
 from tests.numerics.one_process.measure import gradient_difference
 from tests.ranks import on_ranks, run_ranks
-from tests.two_sides import loss_of
+from tests.two_sides import compile_eagerly, loss_of
 
 
 class _OtherWay(Slim):
@@ -46,13 +46,18 @@ class _LessOnOne(Slim):
         return self.head(x)
 
 
-def _message(make: type[nn.Module]) -> str:
-    compiled = torch.compile(make(), backend="fsdp", options={"lower": "eager", "bucket_mb": 0})
-    with pytest.raises(Exception, match="compile different collectives") as caught:
-        compiled(torch.ones(4, 32))
-    error = caught.value.inner_exception  # type: ignore[attr-defined]
+def _refusal(model: nn.Module, *shape: int, what: str = "compile different collectives", **options: Any) -> str:
+    """What this rank is told where ranks do not agree."""
+    compiled = compile_eagerly(model, **options)
+    with pytest.raises(Exception, match=what) as caught:
+        loss_of(compiled(torch.ones(shape))).backward()
+    error = getattr(caught.value, "inner_exception", caught.value)
     assert isinstance(error, RankMismatchError)
     return str(error)
+
+
+def _message(make: type[nn.Module]) -> str:
+    return _refusal(make(), 4, 32, bucket_mb=0)
 
 
 @pytest.mark.core
@@ -74,24 +79,9 @@ def test_every_rank_names_both_ranks_and_where_they_part(make: type[nn.Module], 
 def test_ranks_may_look_up_different_numbers_of_rows() -> None:
     """Rank 1 looks up other numbers of rows than rank 0."""
     words = nn.Sequential(nn.Embedding(12, 32), nn.Linear(32, 12))
-    compiled = torch.compile(words, backend="fsdp", dynamic=False, options={"lower": "eager", "embedding": "sharded"})
+    compiled = compile_eagerly(words, dynamic=False, embedding="sharded")
     for rows in (4, 4, 4) if dist.get_rank() == 0 else (4, 3, 5):
         compiled(torch.arange(rows)).square().mean().backward()
-    assert len(words) == 2
-
-
-@pytest.mark.long
-@pytest.mark.core
-@on_ranks(timeout_s=60)
-def test_a_rank_that_recompiles_alone_waits_for_nobody() -> None:
-    """Rank 1 meets other batch sizes than rank 0, and evaluates at another time of its life."""
-    model = Slim()
-    compiled = torch.compile(model, backend="fsdp", dynamic=False, options={"lower": "eager"})
-    steps = 0
-    for rows in (4, 4, 4, 4) if dist.get_rank() == 0 else (4, 3, 5, 4):
-        loss_of(compiled(torch.ones(rows, 32))).backward()
-        steps += 1
-    assert steps == 4
 
 
 class _Wide(nn.Module):
@@ -228,33 +218,15 @@ def test_compiles_that_are_stored_follow_one_plan_too() -> None:
         assert [len(each) for each in _orders((4, 4), (256, 4), lower="inductor").values()] == [1]
 
 
-class _Reads(_Wide):
-    """Rank 1 reads its blocks backwards, and has more rows."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for block in list(self.blocks)[:: -1 if dist.get_rank() == 1 else 1]:
-            x = block(x)
-        return x
-
-
 @pytest.mark.long
 @on_ranks(timeout_s=60)
 def test_other_rows_do_not_hide_that_a_rank_reads_in_another_order() -> None:
-    compiled = torch.compile(_Reads(), backend="fsdp", options={"lower": "eager"})
-    with pytest.raises(Exception, match="compile different collectives") as caught:
-        compiled(torch.ones(256 if dist.get_rank() == 1 else 4, 2048))
-    message = str(caught.value)
-    assert "must not depend on a rank's number or data" in message
+    assert "must not depend on a rank's number or data" in _refusal(_OtherWay(), (4, 256)[dist.get_rank()], 32)
 
 
 def _options_of_one_rank(name: str, values: tuple[Any, Any]) -> str:
-    value = values[dist.get_rank()]
-    options: dict[str, Any] = {"lower": "eager", "bucket_mb": 0, name: value}
-    compiled = torch.compile(_pairs(), backend="fsdp", options=options)
-    with pytest.raises(Exception, match="compile with different options") as caught, torch.no_grad():
-        compiled(torch.ones(4, 2048))
-    return str(caught.value)
+    options = {"bucket_mb": 0, name: values[dist.get_rank()]}
+    return _refusal(_pairs(), 4, 2048, what="compile with different options", **options)
 
 
 _OTHER_OPTIONS: tuple[tuple[str, tuple[Any, Any]], ...] = (
@@ -275,11 +247,7 @@ def test_other_options_of_one_rank_are_named_on_all_before_any_collective_runs()
 @pytest.mark.long
 @on_ranks(timeout_s=60)
 def test_plans_that_promise_something_for_their_sizes_are_not_changed() -> None:
-    options: dict[str, Any] = {"lower": "eager", "memory_budget_gb": 0.2}
-    compiled = torch.compile(_Wide(), backend="fsdp", options=options)
-    with pytest.raises(Exception, match="compile different collectives") as caught:
-        loss_of(compiled(torch.ones((4, 256)[dist.get_rank()], 2048))).backward()
-    message = str(caught.value)
+    message = _refusal(_Wide(), (4, 256)[dist.get_rank()], 2048, memory_budget_gb=0.2)
     assert "options={'prefetch': 1}" in message
 
 
@@ -300,13 +268,7 @@ def test_a_graph_that_layers_share_may_have_the_names_of_another_layer() -> None
 
 
 def _message_on_a_mesh() -> str:
-    model = fully_shard(_OtherWay(), mesh=_mesh((2, 2)))
-    compiled = torch.compile(model, backend="fsdp", options={"lower": "eager"})
-    with pytest.raises(Exception, match="compile different collectives") as caught:
-        loss_of(compiled(torch.ones(4, 32))).backward()
-    error = getattr(caught.value, "inner_exception", caught.value)
-    assert isinstance(error, RankMismatchError)
-    return str(error)
+    return _refusal(fully_shard(_OtherWay(), mesh=_mesh((2, 2))), 4, 32)
 
 
 @pytest.mark.long
@@ -325,8 +287,7 @@ def _refuses_on_one(mesh_shape: tuple[int, ...]) -> tuple[str, int]:
 
     def step(budget_gb: float) -> None:
         torch._dynamo.reset()
-        options: Any = {"lower": "eager", "memory_budget_gb": budget_gb}
-        loss_of(torch.compile(model, backend="fsdp", options=options)(torch.ones(4, 32))).backward()
+        loss_of(compile_eagerly(model, memory_budget_gb=budget_gb)(torch.ones(4, 32))).backward()
 
     for _ in range(2):
         with pytest.raises(Exception, match="budget") as caught:
@@ -352,16 +313,14 @@ def test_a_rank_that_is_refused_alone_goes_on_with_the_graphs_that_it_has() -> N
     """Rank 1 is refused another graph of a model that it has one of; later, all ranks compile another model."""
     mesh = init_device_mesh("cpu", (2,))
     model = fully_shard(Slim(), mesh=mesh)
-    options: Any = {"lower": "eager"}
-    compiled = torch.compile(model, backend="fsdp", options=options)
+    compiled = compile_eagerly(model)
     loss_of(compiled(torch.ones(4, 32))).backward()
     if dist.get_rank() == 1:
-        too_small: Any = {**options, "memory_budget_gb": 1e-6}
         with pytest.raises(Exception, match="budget"):
-            torch.compile(model, backend="fsdp", options=too_small)(torch.ones(4, 32))
+            compile_eagerly(model, memory_budget_gb=1e-6)(torch.ones(4, 32))
     loss_of(compiled(torch.ones(4, 32))).backward()
     other = fully_shard(nn.Linear(32, 7), mesh=mesh)
-    assert len(torch.compile(other, backend="fsdp", options=options)(torch.ones(4, 32))) == 4
+    assert len(compile_eagerly(other)(torch.ones(4, 32))) == 4
 
 
 class _Steps(nn.Module):
@@ -390,7 +349,7 @@ def test_a_rank_that_compiles_again_and_reads_in_another_order_follows_the_plan_
     reference = copy.deepcopy(model)
     for part in (model.x, model.state, model):
         fully_shard(part)
-    compiled = torch.compile(model, backend="fsdp", dynamic=True, options={"lower": "eager", "bucket_mb": 0})
+    compiled = compile_eagerly(model, dynamic=True, bucket_mb=0)
     worst, orders = 0.0, []
     for steps in (4, 3):
         every = [torch.randn(rows, steps, 6) for rows in (0, 3)]
@@ -399,9 +358,8 @@ def test_a_rank_that_compiles_again_and_reads_in_another_order_follows_the_plan_
         worst = max(worst, gradient_difference(model, reference))
         (region,) = regions_of(units(model))
         orders.append([line_of(node) for node in starts_of(region.steps[0])])
-    difference, same_order = worst, orders[0] == orders[1]
-    assert difference < 1e-5
-    assert same_order
+    assert worst < 1e-5
+    assert orders[0] == orders[1]
 
 
 @pytest.mark.core
@@ -412,13 +370,7 @@ def test_a_rank_that_cannot_follow_ends_all_by_name() -> None:
     def refuse(self: FollowOrder, _step: object) -> None:
         raise CannotFollowError("no such order", where="here", instead="another one")
 
-    model = _Wide()
-    compiled = torch.compile(model, backend="fsdp", options={"lower": "eager", "bucket_mb": 0})
-    with (
-        mock.patch.object(FollowOrder, "plan", refuse),
-        pytest.raises(Exception, match="compile different collectives") as caught,
-    ):
-        compiled(torch.ones((4, 256)[dist.get_rank()], 2048))
-    message = str(caught.value)
+    with mock.patch.object(FollowOrder, "plan", refuse):
+        message = _refusal(_Wide(), (4, 256)[dist.get_rank()], 2048, bucket_mb=0)
     assert "rank 0 and rank 1 compile different collectives" in message
     assert "options={'prefetch': 1}" in message

@@ -21,17 +21,19 @@ WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 @pytest.mark.parametrize(
-    ("between", "stays"),
+    ("between", "join", "stays"),
     [
-        pytest.param([], False, id="nothing between"),
-        pytest.param(["wait"], True, id="a wait"),
-        pytest.param(["other matmul"], True, id="a matmul"),
-        pytest.param(["relu"], False, id="a kernel of Inductor's"),
-        pytest.param(["added matmul"], False, id="the other summand"),
-        pytest.param(["wait", "added matmul"], True, id="a wait, and the other summand"),
+        pytest.param([], aten.add.Tensor, False, id="nothing between"),
+        pytest.param(["wait"], aten.add.Tensor, True, id="a wait"),
+        pytest.param(["other matmul"], aten.add.Tensor, True, id="a matmul"),
+        pytest.param(["relu"], aten.add.Tensor, False, id="a kernel of Inductor's"),
+        pytest.param(["added matmul"], aten.add.Tensor, False, id="the other summand"),
+        pytest.param(["wait", "added matmul"], aten.add.Tensor, True, id="a wait, and the other summand"),
+        pytest.param(["wait"], aten.mul.Tensor, False, id="a wait, and no sum"),
+        pytest.param(["wait"], aten.sub.Tensor, False, id="a wait, and a difference"),
     ],
 )
-def test_matmuls_that_stay(between: list[str], *, stays: bool) -> None:
+def test_matmuls_that_stay(between: list[str], join: torch._ops.OpOverload, *, stays: bool) -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
     with FakeTensorMode():
@@ -53,26 +55,11 @@ def test_matmuls_that_stay(between: list[str], *, stays: bool) -> None:
             call(aten.mm.default, x, x)
         else:
             added = call(aten.mm.default, x, x)
-    total = call(aten.add.Tensor, added, matmul)
+    total = call(join, added, matmul)
     graph.output(total)
     keep_matmuls(graph)
     assert (matmul not in total.all_input_nodes) is stays
     assert next(node for node in graph.nodes if node.target is aten.mm.default) is matmul
-
-
-@pytest.mark.parametrize("operator", [aten.mul.Tensor, aten.sub.Tensor])
-def test_what_is_not_an_addition_is_left(operator: torch._ops.OpOverload) -> None:
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    with FakeTensorMode():
-        x.meta["val"] = torch.empty(4, 4)
-    matmul = graph.call_function(aten.mm.default, (x, x))
-    matmul.meta["val"] = x.meta["val"]
-    graph.call_function(WAIT, (x,))
-    graph.output(graph.call_function(operator, (x, matmul)))
-    before = str(graph)
-    keep_matmuls(graph)
-    assert str(graph) == before
 
 
 collectives = torch.ops._c10d_functional

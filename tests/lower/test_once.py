@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._inductor import config
 
 from benchmarks._torch import compiled_graphs
 from fsdp_compile._torch.inductor import cache_folder
@@ -117,6 +119,8 @@ def test_the_lock_of_a_process_that_was_killed_is_free(folder: Path, caplog: pyt
 def test_a_compile_that_does_not_look_into_the_cache_waits_for_nobody(folder: Path) -> None:
     with _held_by_another_process(folder):
         assert compile_once(_GRAPH, lambda: "compiled", {"fx_graph_cache": False}) == "compiled"
+        with config.patch(fx_graph_cache=False):
+            assert compile_once(_GRAPH, lambda: "compiled") == "compiled"
 
 
 def test_an_error_of_the_first_one_is_its_own(folder: Path) -> None:
@@ -127,19 +131,12 @@ def test_an_error_of_the_first_one_is_its_own(folder: Path) -> None:
         time.sleep(0.2)
         raise ValueError("of the first one")
 
-    errors: list[Exception] = []
-
-    def first() -> None:
-        try:
-            compile_once(_GRAPH, fail)
-        except ValueError as error:
-            errors.append(error)
-
-    owner = _in_thread(first)
-    assert began.wait(30)
-    assert compile_once(_GRAPH, lambda: "compiled") == "compiled"
-    owner.join(30)
-    assert [str(error) for error in errors] == ["of the first one"]
+    with ThreadPoolExecutor() as pool:
+        owner = pool.submit(compile_once, _GRAPH, fail)
+        assert began.wait(30)
+        assert compile_once(_GRAPH, lambda: "compiled") == "compiled"
+        with pytest.raises(ValueError, match="of the first one"):
+            owner.result(30)
 
 
 def test_nobody_waits_longer_than_the_users_timeout(
@@ -153,40 +150,20 @@ def test_nobody_waits_longer_than_the_users_timeout(
     assert "has compiled the same one for 0.3 s and is not done" in caplog.text
 
 
-def test_a_rank_that_waits_hears_of_a_failure(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(waiting: str) -> None:
-        raise RankFailedError("rank 1 failed: of its own", where=waiting)
-
-    monkeypatch.setattr(once, "refuse_failed_elsewhere", refuse)
-    with _held_by_another_process(folder), pytest.raises(RankFailedError, match="of its own"):
-        compile_once(_GRAPH, lambda: "compiled")
-
-
-def _told_while_waiting(folder: str) -> str:
+def _told_while_waiting(folder: str) -> None:
     """Rank 1 tells that it fails, while rank 0 waits for a process that never ends."""
     if dist.get_rank() == 1:
         tell(ValueError("of rank 1"))
-        return ""
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
-    try:
-        compile_once(_GRAPH, lambda: "compiled")
-    except RankFailedError as error:
-        return str(error)
-    return "compiled"
+    else:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+        with pytest.raises(RankFailedError, match="rank 1 failed: ValueError: of rank 1") as caught:
+            compile_once(_GRAPH, lambda: "compiled")
+        assert "waited for another process of its host to compile" in str(caught.value)
 
 
 def test_what_a_rank_has_told_ends_the_wait_of_another(folder: Path) -> None:
     with _held_by_another_process(folder):
-        said = run_ranks(_told_while_waiting, str(folder), timeout_s=60)[0]
-    assert "rank 1 failed: ValueError: of rank 1" in said
-    assert "waited for another process of its host to compile" in said
-
-
-def test_a_user_who_has_turned_inductors_cache_off_waits_for_nobody(folder: Path) -> None:
-    from torch._inductor import config
-
-    with _held_by_another_process(folder), config.patch(fx_graph_cache=False):
-        assert compile_once(_GRAPH, lambda: "compiled") == "compiled"
+        run_ranks(_told_while_waiting, str(folder), timeout_s=60)
 
 
 @contextlib.contextmanager
@@ -231,33 +208,25 @@ def test_a_disk_that_is_nearly_full(
     assert "No space left on device" in _compiles_elsewhere(folder, caplog)
 
 
-def _is_own(number: int) -> bool:
-    return number is not None
-
-
-def _is_not_own(number: int) -> bool:
-    return number is None
-
-
-@pytest.mark.parametrize(("mode", "is_own_group"), [(0o777, _is_own), (0o702, _is_own), (0o770, _is_not_own)])
+@pytest.mark.parametrize(
+    ("mode", "is_own_group", "is_used"),
+    [(0o777, True, False), (0o702, True, False), (0o770, False, False), (0o770, True, True)],
+)
 def test_a_folder_in_which_others_may_write(
     folder: Path,
     mode: int,
-    is_own_group: Callable[[int], bool],
+    is_own_group: bool,  # noqa: FBT001
+    is_used: bool,  # noqa: FBT001
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(once, "_is_own_group", is_own_group)
+    monkeypatch.setattr(once, "_is_own_group", lambda _number: is_own_group)
     folder.mkdir(parents=True)
     folder.chmod(mode)
-    assert "others may write" in _compiles_elsewhere(folder, caplog)
-
-
-def test_a_folder_in_which_the_users_own_group_may_write(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(once, "_is_own_group", _is_own)
-    folder.mkdir(parents=True)
-    folder.chmod(0o770)
-    check_folder(folder)
+    if is_used:
+        check_folder(folder)
+    else:
+        assert "others may write" in _compiles_elsewhere(folder, caplog)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="an entry of root is everywhere")

@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from fsdp_compile import fully_shard
 from tests import long
 from tests.ranks import run_ranks
+from tests.two_sides import compile_in_place
 
 
 class _Layer(nn.Linear):
@@ -46,34 +47,22 @@ def _sharded(width: int = 64) -> _Model:
     return fully_shard(model)
 
 
-def _ranges(options: dict[str, str | int | Callable[..., Any]]) -> Counter[str]:
-    """How often each range is in the second step of a compiled model."""
-    called = torch.compile(_sharded(), backend="fsdp", options=options)
+def _profiled(called: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:
+    """The events of the second step."""
     x = torch.ones(2, 64)
     called(x).sum().backward()
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
         called(x).sum().backward()
-    return _named(profiler)
+    return list(profiler.events() or [])
 
 
-def _named(profiler: profile) -> Counter[str]:
-    names = [event.name for event in profiler.events() or []]
-    return Counter(name for name in names if name.startswith("FSDP::"))
+def _named(called: Callable[[torch.Tensor], torch.Tensor]) -> Counter[str]:
+    """How often each range is in the second step."""
+    return Counter(event.name for event in _profiled(called) if event.name.startswith("FSDP::"))
 
 
-UNITS = ("", " (layers.0)", " (layers.1)")
-
-
-def test_graphs_without_inductor_have_a_range_per_collective_and_wait() -> None:
-    seen, _ = run_ranks(_ranges, {"lower": "eager", "prefetch": 1, "bucket_mb": 0})
-    assert {name for name in seen if "copy_out" not in name} == {
-        *(f"FSDP::all_gather{unit}" for unit in UNITS),
-        *(f"FSDP::post_backward_reduce{unit}" for unit in UNITS),
-        *(f"FSDP::post_backward_rs_wait{unit}" for unit in UNITS),
-    }
-    assert {name for name in seen if "copy_out" in name} == {f"FSDP::all_gather_copy_out{unit}" for unit in UNITS}
-    assert seen["FSDP::all_gather (layers.1)"] == 2  # in forward, and again in backward
-    assert seen["FSDP::post_backward_reduce (layers.1)"] == 1
+def _ranges(options: dict[str, Any]) -> Counter[str]:
+    return _named(torch.compile(_sharded(), backend="fsdp", options=options))
 
 
 def test_a_message_of_several_units_names_them() -> None:
@@ -83,15 +72,9 @@ def test_a_message_of_several_units_names_them() -> None:
 
 def _inside(options: dict[str, Any]) -> tuple[Counter[str], Counter[tuple[str, int]]]:
     """How often a second step starts collectives in each range, and waits in each for how many elements."""
-    model = _sharded(32)
-    compiled = torch.compile(model, backend="fsdp", options=options)
-    x = torch.ones(2, 64)
-    compiled(x).sum().backward()
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
-        compiled(x).sum().backward()
     starts: Counter[str] = Counter()
     waits: Counter[tuple[str, int]] = Counter()
-    for event in profiler.events() or []:
+    for event in _profiled(torch.compile(_sharded(32), backend="fsdp", options=options)):
         name = _range_of(event)
         if event.name == "_c10d_functional::wait_tensor" and name:
             waits[name, math.prod(event.input_shapes[0])] += 1
@@ -126,12 +109,8 @@ def test_a_collective_is_called_in_the_range_of_its_unit(lowered: str) -> None:
 def _shared_graph() -> Counter[str]:
     model = _sharded()
     for layer in model.layers:
-        layer.compile(backend="fsdp", options={"lower": "eager"})
-    x = torch.ones(2, 64)
-    model(x).sum().backward()
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        model(x).sum().backward()
-    return _named(profiler)
+        compile_in_place(layer)
+    return _named(model)
 
 
 def test_layers_that_share_a_graph_have_ranges_under_their_own_names() -> None:
