@@ -51,7 +51,9 @@ ROWS: Mapping[str, Mapping[str, str]] = {
         ),
         "torch's: its call has run before a model is taken over",
     ),
-    "DataParallelMeshDims": dict.fromkeys(("shard", "replicate"), "fsdp2/test_mesh_dims.py::test_compiled"),
+    "DataParallelMeshDims": dict.fromkeys(
+        ("shard", "replicate"), "fsdp2/test_meshes.py::test_dimensions_of_a_whole_mesh"
+    ),
     "FSDPModule": {
         "finalize_backward": _FINALIZE,
         "reset_iter_state": "fsdp2/test_settings.py::test_a_reset_drops_what_waits",
@@ -63,7 +65,7 @@ ROWS: Mapping[str, Mapping[str, str]] = {
         "set_force_sum_reduction_for_comms": _REDUCTIONS,
         "set_gradient_divide_factor": _REDUCTIONS,
         "set_is_last_backward": (
-            "numerics/one_process/test_held_gradients.py::test_each_backward_hands_gradients_over_as_fsdp2_does"
+            "numerics/one_process/test_accumulation.py::test_each_backward_hands_gradients_over_as_fsdp2_does"
         ),
         "set_keep_unsharded_storage": _HOOKS,
         "set_manual_backward_finalization": _FINALIZE,

@@ -19,8 +19,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The block of `x`."""
-        out: torch.Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
-        return out
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
 class Model(nn.Module):
@@ -37,8 +36,7 @@ class Model(nn.Module):
         x = self.first(x)
         for block in self.blocks:
             x = block(x)
-        out: torch.Tensor = self.head(x)
-        return out
+        return self.head(x)
 
 
 def pair_of(make: Callable[[], nn.Module] = Model, optimizer: Make = adamw) -> WithOneProcess:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -17,24 +18,17 @@ from torch.distributed.fsdp import fully_shard
 
 from fsdp_compile.backend import fsdp
 from fsdp_compile.errors import RankFailedError, UnsupportedModelError
-from fsdp_compile.lower import compiled_step
 from fsdp_compile.lower.compiled_step import CompiledStep
 from fsdp_compile.optim.step_in_backward import step_in_backward
 from tests.models.kinds import WIDTH, Slim
-from tests.ranks import on_ranks, run_ranks
-from tests.two_sides import WithFsdp2, compile_eagerly, loss_of, made
+from tests.ranks import on_ranks
+from tests.two_sides import WithFsdp2, compile_eagerly, loss_of, made, shard_blocks, unique_graphs
 
 EAGER: dict[str, Any] = {"lower": "eager"}
 
 
-def _shard(model: Any) -> Any:
-    for block in model.blocks:
-        fully_shard(block)
-    return fully_shard(model)
-
-
 def _sharded() -> Any:
-    return _shard(made(Slim))
+    return shard_blocks(made(Slim), fully_shard)
 
 
 def _input(seed: int = 1) -> torch.Tensor:
@@ -42,7 +36,7 @@ def _input(seed: int = 1) -> torch.Tensor:
 
 
 def _pair() -> WithFsdp2:
-    return WithFsdp2(Slim, _shard, _input)
+    return WithFsdp2(Slim, functools.partial(shard_blocks, fully_shard=fully_shard), _input)
 
 
 @on_ranks()
@@ -141,21 +135,21 @@ def test_a_compiled_function_does_not_go_on_with_the_parameters_before_a_convers
     assert {p.grad.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
-def _failed() -> None:
+@on_ranks()
+def test_a_collective_that_fails_names_the_units() -> None:
     def fail(args: list[Any]) -> None:
         raise dist.DistNetworkError("connection closed by peer")
 
-    around = CompiledStep.around
-    with mock.patch.object(CompiledStep, "around", lambda step, _: around(step, fail)):
+    around, says = CompiledStep.around, r"in a compiled forward of unit blocks\.0, blocks\.1, \(root\)"
+    with (
+        mock.patch.object(CompiledStep, "around", lambda step, _: around(step, fail)),
+        pytest.raises(RankFailedError, match=says),
+    ):
         compile_eagerly(_sharded())(_input())
 
 
-def test_a_collective_that_fails_names_the_units() -> None:
-    with pytest.raises(RankFailedError, match=r"in a compiled forward of unit blocks\.0, blocks\.1, \(root\)"):
-        run_ranks(_failed)
-
-
-def _stored() -> None:
+@on_ranks()
+def test_it_is_plain_data() -> None:
     seen, of = [], CompiledStep.of
 
     def note(*args: Any) -> CompiledStep:
@@ -166,17 +160,7 @@ def _stored() -> None:
         loss_of(compile_eagerly(_sharded())(_input())).backward()
     assert len(seen) == 2
     assert [pickle.loads(pickle.dumps(step)) for step in seen] == seen
-
-
-def test_it_is_plain_data() -> None:
-    run_ranks(_stored)
-    assert dataclasses.is_dataclass(compiled_step.CompiledStep)
-
-
-@on_ranks()
-def test_three_steps_have_the_bits_of_fsdp2() -> None:
-    pair = _pair()
-    pair.train(pair.compiled(fullgraph=False), steps=3)
+    assert dataclasses.is_dataclass(CompiledStep)
 
 
 def _graphs(backend: Any, options: dict[str, Any]) -> int:
@@ -195,17 +179,14 @@ def _graphs(backend: Any, options: dict[str, Any]) -> int:
         model.zero_grad()
         with torch.no_grad():
             call(x[:1])
-    return counters["stats"]["unique_graphs"]
+    return unique_graphs()
 
 
-def _variants() -> tuple[int, int]:
-    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
-        return _graphs(fsdp, EAGER), _graphs("eager", {})
-
-
+@on_ranks()
 def test_accumulation_adds_at_most_one_graph_for_each_shape_and_no_frame_reaches_the_recompile_limit() -> None:
-    for ours, plain in run_ranks(_variants):
-        assert plain < ours <= 2 * plain
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        ours, plain = _graphs(fsdp, EAGER), _graphs("eager", {})
+    assert plain < ours <= 2 * plain
 
 
 @pytest.mark.long
@@ -220,7 +201,7 @@ def test_models_of_one_class_share_a_graph_as_without_sharding() -> None:
             call = compile_eagerly(form(Slim()))
             for step in range(2):
                 loss_of(call(_input(step))).backward()
-        counts.append(counters["stats"]["unique_graphs"])
+        counts.append(unique_graphs())
     assert counts == [1, 1]
 
 

@@ -21,7 +21,7 @@ from tests import long
 from tests.models.kinds import Slim
 from tests.models.outlines import Small
 from tests.numerics.one_process.measure import gradient_difference
-from tests.ranks import on_ranks, run_ranks
+from tests.ranks import on_ranks
 from tests.two_sides import Run, WithOneProcess, close, loss_of, share
 
 HOW: Final = long.parametrize("how", [Run.PLAIN, Run.SHARDED], always=[Run.SHARDED], ids=lambda how: how.value)
@@ -151,7 +151,11 @@ def _penalized_loss(call: Any, model: Any) -> torch.Tensor:
     return loss_of(call(_batch())) + penalty
 
 
-def _beside_a_penalty(how: Run) -> None:
+@pytest.mark.long
+@pytest.mark.parametrize("how", [Run.SHARDED, Run.PLAIN])
+@on_ranks()
+def test_a_hook_beside_a_penalty_outside_of_the_forward_is_called_once(how: Run) -> None:
+    """With the sum of both parts of the gradient."""
     for kind in KINDS:
         pair = WithOneProcess(Small, how)
         pair.backward()
@@ -167,13 +171,6 @@ def _beside_a_penalty(how: Run) -> None:
             _penalized_loss(each, model).backward()
         assert counts[0] == counts[1] == ["called"]
         pair.compare()
-
-
-@pytest.mark.long
-def test_a_hook_beside_a_penalty_outside_of_the_forward_is_called_once() -> None:
-    """With the sum of both parts of the gradient."""
-    for how in (Run.SHARDED, Run.PLAIN):
-        run_ranks(_beside_a_penalty, how)
 
 
 @pytest.mark.long
@@ -223,7 +220,7 @@ def test_hooks_are_called_and_removed_as_in_one_process() -> None:
         _removed_by_itself(kind)
 
 
-@long.parametrize("how", [Run.PLAIN, Run.SHARDED], always=[Run.SHARDED], ids=lambda how: how.value)
+@HOW
 @on_ranks()
 def test_a_hook_for_the_first_gradient_is_called_once_in_each_backward(how: Run) -> None:
     pair = WithOneProcess(Small, how)
@@ -316,21 +313,14 @@ class _Children(_Squares):
         return sum((p.abs().sum() for n, p in self.blocks.named_parameters() if "weight" in n), torch.zeros(()))
 
 
-def _differences(make: Callable[[], nn.Module]) -> tuple[float, float]:
-    """Of gradients, and of the loss in inference."""
+@pytest.mark.core
+@long.parametrize("make", [_Squares, _Undifferentiated, _Norm, _Children], always=[_Norm])
+@on_ranks()
+def test_a_penalty_over_parameters_is_one_of_full_parameters(make: Callable[[], nn.Module]) -> None:
     pair = WithOneProcess(make, shape=32, rows=4, twice=False)
     batch = pair.batch(1)
     pair.call(share(batch)).backward()
     pair.reference(batch).backward()
-    gradient = gradient_difference(*pair)
+    assert gradient_difference(*pair) < 1e-5
     with torch.no_grad():
-        expected = pair.reference(batch)
-        return gradient, ((pair.call(batch) - expected) / expected).abs().item()
-
-
-@pytest.mark.core
-@long.parametrize("make", [_Squares, _Undifferentiated, _Norm, _Children], always=[_Norm])
-def test_a_penalty_over_parameters_is_one_of_full_parameters(make: Callable[[], nn.Module]) -> None:
-    for gradient, inference in run_ranks(_differences, make):
-        assert gradient < 1e-5
-        assert inference < 1e-6
+        close(pair.call(batch), pair.reference(batch), "loss in inference", (1e-6, 0.0))

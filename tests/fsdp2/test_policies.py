@@ -11,18 +11,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import fsdp_compile
 from fsdp_compile.cost.communicate import Kind
 from fsdp_compile.cost.hardware import hardware
-from fsdp_compile.fsdp2.take_over import model_of
 from tests import long
-from tests.fsdp2.mlp import WIDTH, batch, only_hooks
+from tests.fsdp2.mlp import WIDTH, only_hooks, pair_of
 from tests.models.round_sizes import Stack, explained
-from tests.ranks import run_ranks
-from tests.two_sides import WithFsdp2, sgd
+from tests.ranks import on_ranks
+from tests.two_sides import WithFsdp2, mesh_of, sgd, taken_over
 
 pytestmark = pytest.mark.core
 BF16 = torch.bfloat16
@@ -95,19 +93,20 @@ UNITS: dict[str, tuple[Any, Any]] = {
 def _pair(
     policy: str, mesh: tuple[int, ...] = (2,), ours: Any = fully_shard, make: Any = _Model, units: Any = _each
 ) -> WithFsdp2:
-    names = ("replicate", "shard")[-len(mesh) :]
-    settings = {"mesh": init_device_mesh("cpu", mesh, mesh_dim_names=names), "mp_policy": POLICIES[policy]}
+    settings = {"mesh": mesh_of(mesh), "mp_policy": POLICIES[policy]}
 
     def shard(model: Any, fully_shard: Any = fully_shard) -> None:
         for module in units(model):
             fully_shard(module, **settings)
 
-    pair = WithFsdp2(make, shard, batch, lambda call, x: call(x).square().sum(), ours=lambda model: shard(model, ours))
-    pair.compiled(fullgraph=False, reduce_layout="fsdp2")
-    return pair
+    return pair_of(make, sharded=shard, ours=lambda model: shard(model, ours))
 
 
-def _trains(policy: str, mesh: tuple[int, ...], units: str) -> None:
+@long.parametrize("units", UNITS, always=["each layer"])
+@long.parametrize("mesh", [(2,), (2, 2)], always=[(2,)])
+@long.parametrize("policy", POLICIES, always=["bf16, reduced in it"])
+@on_ranks(world_size=lambda mesh, **_: 2 * len(mesh))
+def test_numbers_are_those_of_fsdp2(policy: str, mesh: tuple[int, ...], units: str) -> None:
     for ours in (fully_shard, fsdp_compile.fully_shard):
         torch._dynamo.reset()
         pair = _pair(policy, mesh, ours, *UNITS[units])
@@ -116,38 +115,21 @@ def _trains(policy: str, mesh: tuple[int, ...], units: str) -> None:
         # Of compiled and uncompiled microbatches the gradients of one wait for the reduction of the other.
         for calls in ((call, call), (model, model), (call, model), (model, call), (call, call, call)):
             pair.train(*calls, steps=1)
-        taken = model_of(model)
-        assert taken is not None
-        units_that_read = [unit for unit in taken.units if unit.groups]
+        units_that_read = [unit for unit in taken_over(model).units if unit.groups]
         assert all(unit.compiled_regions and not unit.only_hooks for unit in units_that_read)
 
 
-@long.parametrize("units", UNITS, always=["each layer"])
-@long.parametrize("mesh", [(2,), (2, 2)], always=[(2,)])
-@long.parametrize("policy", POLICIES, always=["bf16, reduced in it"])
-def test_numbers_are_those_of_fsdp2(policy: str, mesh: tuple[int, ...], units: str) -> None:
-    run_ranks(_trains, policy, mesh, units, world_size=2 * len(mesh))
-
-
-def _dtypes(policy: str) -> list[tuple[str, torch.dtype, torch.dtype]]:
-    pair = _pair(policy)
-    pair.train(steps=1)
-    taken = model_of(pair.model)
-    assert taken is not None
-    params = {param.name: param.spec for group in taken.groups for param in group.params}
-    return [(name, spec.param_dtype, spec.reduce_dtype) for name, spec in params.items() if name.startswith("layers.0")]
-
-
+@on_ranks()
 def test_what_is_sent() -> None:
-    reduced = torch.float32 if HAS_OVERRIDES else BF16
-    vectors = torch.float32 if HAS_OVERRIDES else BF16
-    expected = [
-        ("layers.0.scale", vectors, reduced),
-        ("layers.0.unused", vectors, reduced),
-        ("layers.0.linear.weight", BF16, reduced),
-    ]
-    found = run_ranks(_dtypes, "bf16, vectors kept" if HAS_OVERRIDES else "bf16")
-    assert [sorted(each) for each in found] == [sorted(expected)] * 2
+    reduced = vectors = torch.float32 if HAS_OVERRIDES else BF16
+    pair = _pair("bf16, vectors kept" if HAS_OVERRIDES else "bf16")
+    pair.train(steps=1)
+    specs = {param.name: param.spec for group in taken_over(pair.model).groups for param in group.params}
+    assert {
+        name.removeprefix("layers.0."): (spec.param_dtype, spec.reduce_dtype)
+        for name, spec in specs.items()
+        if name.startswith("layers.0.")
+    } == {"scale": (vectors, reduced), "unused": (vectors, reduced), "linear.weight": (BF16, reduced)}
 
 
 def test_plans_count_the_bytes_that_this_torch_sends() -> None:
@@ -160,57 +142,50 @@ def test_plans_count_the_bytes_that_this_torch_sends() -> None:
     assert reduce.size_bytes == (2 if HAS_OVERRIDES else 1) * gather.size_bytes
 
 
-if HAS_OVERRIDES:
-
-    def _of_another_dtype() -> _Model:
-        model: Any = _Model()
-        model.layers[0].linear.weight.grad_dtype = BF16
-        return model
-
-    def _own_dtypes(policy: str, mesh: tuple[int, ...]) -> tuple[set[torch.dtype], list[bool]]:
-        pair = _pair(policy, mesh, make=_of_another_dtype)
-        pair.optimize(sgd)  # AdamW takes no gradients of another dtype
-        pair.train(steps=1)
-        pair.accumulate(pair.call, pair.call)
-        dtypes = {pair.model.layers[i].linear.weight.grad.dtype for i in range(2)}
-        return dtypes, [bool(why) for why in only_hooks(pair.model)]
-
-    @long.parametrize("mesh", [(2,), (2, 2)], always=[(2,)])
-    @pytest.mark.parametrize("policy", ["none", "bf16, vectors kept"])
-    def test_gradients_of_a_dtype_of_their_own(policy: str, mesh: tuple[int, ...]) -> None:
-        """FSDP2's hooks gather a unit with such a parameter, and graphs the others."""
-        ranks = 2 * len(mesh)
-        expected = ({BF16, torch.float32}, [False, True, False])
-        assert run_ranks(_own_dtypes, policy, mesh, world_size=ranks) == [expected] * ranks
+def _of_another_dtype() -> _Model:
+    model: Any = _Model()
+    model.layers[0].linear.weight.grad_dtype = BF16
+    return model
 
 
-if hasattr(FSDPModule, "finalize_backward"):
+@pytest.mark.skipif(not HAS_OVERRIDES, reason="since torch 2.15")
+@long.parametrize("mesh", [(2,), (2, 2)], always=[(2,)])
+@pytest.mark.parametrize("policy", ["none", "bf16, vectors kept"])
+@on_ranks(world_size=lambda mesh, **_: 2 * len(mesh))
+def test_gradients_of_a_dtype_of_their_own(policy: str, mesh: tuple[int, ...]) -> None:
+    """FSDP2's hooks gather a unit with such a parameter, and graphs the others."""
+    pair = _pair(policy, mesh, make=_of_another_dtype)
+    pair.optimize(sgd)  # AdamW takes no gradients of another dtype
+    pair.train(steps=1)
+    pair.accumulate(pair.call, pair.call)
+    assert {pair.model.layers[i].linear.weight.grad.dtype for i in range(2)} == {BF16, torch.float32}
+    assert [bool(why) for why in only_hooks(pair.model)] == [False, True, False]
 
-    def _finalized(*, async_op: bool, gathered_before: bool) -> None:
-        """The caller ends backwards: after both microbatches of a step."""
 
-        def end(model: Any) -> None:
-            model.set_requires_gradient_sync(True)
-            handle = model.finalize_backward(async_op=async_op)
-            if async_op:
-                handle.wait()
-            model.set_requires_gradient_sync(False)
+@pytest.mark.skipif(not hasattr(FSDPModule, "finalize_backward"), reason="since torch 2.15")
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("gathered_before", [False, True])
+@on_ranks()
+def test_backwards_that_the_caller_ends(*, async_op: bool, gathered_before: bool) -> None:
+    """After both microbatches of a step."""
 
-        pair = _pair("bf16")
-        pair.change(lambda model: model.set_manual_backward_finalization(True))
-        pair.change(lambda model: model.set_requires_gradient_sync(False))
-        if gathered_before:
-            with torch.no_grad():
-                pair.change(lambda model: model(torch.ones(1, WIDTH)))
-        for _ in range(2):
-            pair.backward()
-            pair.backward()
-            pair.change(end)
-            assert any(p.grad is not None for p in pair.reference.parameters())
-            pair.compare_gradients()
-            pair.zero_grad()
+    def end(model: Any) -> None:
+        model.set_requires_gradient_sync(True)
+        handle = model.finalize_backward(async_op=async_op)
+        if async_op:
+            handle.wait()
+        model.set_requires_gradient_sync(False)
 
-    @pytest.mark.parametrize("async_op", [False, True])
-    @pytest.mark.parametrize("gathered_before", [False, True])
-    def test_backwards_that_the_caller_ends(*, async_op: bool, gathered_before: bool) -> None:
-        run_ranks(_finalized, async_op=async_op, gathered_before=gathered_before)
+    pair = _pair("bf16")
+    pair.change(lambda model: model.set_manual_backward_finalization(True))
+    pair.change(lambda model: model.set_requires_gradient_sync(False))
+    if gathered_before:
+        with torch.no_grad():
+            pair.change(lambda model: model(torch.ones(1, WIDTH)))
+    for _ in range(2):
+        pair.backward()
+        pair.backward()
+        pair.change(end)
+        assert any(p.grad is not None for p in pair.reference.parameters())
+        pair.compare_gradients()
+        pair.zero_grad()

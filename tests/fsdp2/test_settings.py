@@ -20,34 +20,24 @@ from fsdp_compile.fsdp2.comm_hook import register_comm_hook
 from fsdp_compile.fsdp2.take_over import model_of
 from tests import long
 from tests.fsdp2.mlp import Mlp, batch, only_hooks, pair_of, shard, sharded
-from tests.ranks import on_ranks, run_ranks
-from tests.two_sides import BITS, WithFsdp2, Within, compile_eagerly
-
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
-def _set(model: Any, **settings: Any) -> None:
-    for module in (*model.layers, model):
-        module._get_fsdp_state()._fsdp_compile_settings = types.SimpleNamespace(**settings)
+from tests.ranks import on_ranks
+from tests.two_sides import BITS, MIXED, Within, compare_gradients, compile_eagerly
 
 
 @on_ranks()
 def test_full_precision_in_eval() -> None:
-    model, full, low = sharded(mp_policy=BF16), sharded(), sharded(mp_policy=BF16)
-    _set(model, full_precision_in_eval=True)
+    model, full, low = sharded(mp_policy=MIXED), sharded(), sharded(mp_policy=MIXED)
+    for module in (*model.layers, model):
+        module._get_fsdp_state()._fsdp_compile_settings = types.SimpleNamespace(full_precision_in_eval=True)
     call, x = compile_eagerly(model, fullgraph=True, reduce_layout="fsdp2"), torch.randn(3, 16)
-    found = []
     for other in (low, full, low):
         model.train(other is low)
         with torch.no_grad():
-            found.append(torch.equal(call(x), other(x)))
+            assert torch.equal(call(x), other(x))
     model.eval()
-    call(x).sum().backward()
-    full(x).sum().backward()
-    both: Any = zip(model.parameters(), full.parameters(), strict=True)
-    assert (
-        [*found, *(torch.allclose(p.grad.to_local(), q.grad.to_local()) for p, q in both if q.grad is not None)]
-    ) == [True] * 9
+    for each in (call, full):
+        each(x).sum().backward()
+    compare_gradients(model, full)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +80,8 @@ CASES = {
     "sums alone": _Case(lambda model, _: _each(model, "set_force_sum_reduction_for_comms", True)),  # noqa: FBT003  torch's
     "divided": _Case(_divides),
     "kept between microbatches": _Case(_keeps, micro_batches=2, is_kept=True),
-    "kept, bf16": _Case(_keeps, micro_batches=2, is_kept=True, arguments={"mp_policy": BF16}),
+    "kept, bf16": _Case(_keeps, micro_batches=2, is_kept=True, arguments={"mp_policy": MIXED}),
+    "kept after forward, too": _Case(_keeps, micro_batches=2, is_kept=True, arguments={"reshard_after_forward": False}),
     "not gathered in backward": _Case(lambda model, _: model.set_reshard_after_forward(False)),
     "reduced apart": _Case(lambda model, _: model.set_separate_reduce_scatter_group()),
     "offloaded": _Case(lambda *_: None, arguments={"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
@@ -99,8 +90,9 @@ CASES = {
 }
 
 
-def _trained(name: str) -> bool:
-    """Whether some forwards go by hooks."""
+@long.parametrize("name", CASES, always=["kept between microbatches"])
+@on_ranks(world_size=lambda name: 4 if CASES[name].mesh else 2)
+def test_numbers_are_those_of_fsdp2(name: str) -> None:
     case = CASES[name]
     pair = pair_of(mesh=case.mesh, **case.arguments)
     by_hooks = set()
@@ -111,14 +103,7 @@ def _trained(name: str) -> bool:
         case.before(model, number)
 
     pair.train(*[pair.call] * case.micro_batches, before=before)
-    return any(by_hooks)
-
-
-@long.parametrize("name", CASES, always=["kept between microbatches"])
-def test_numbers_are_those_of_fsdp2(name: str) -> None:
-    case = CASES[name]
-    ranks = 4 if case.mesh else 2
-    assert run_ranks(_trained, name, world_size=ranks) == [case.is_kept] * ranks
+    assert any(by_hooks) == case.is_kept
 
 
 @on_ranks()
@@ -139,26 +124,19 @@ def test_gathers_wait_for_the_optimizers_event() -> None:
     assert calls == ["wait"]
 
 
-if hasattr(FSDPModule, "reset_iter_state"):  # since torch 2.12
-
-    def _reset() -> None:
-        pair = pair_of()
-        pair.model.set_requires_gradient_sync(False)
-        pair.call(batch(7)).sum().backward()
-        pair.model.reset_iter_state()
-        pair.model.set_requires_gradient_sync(True)
-        pair.train()
-
-    def test_a_reset_drops_what_waits() -> None:
-        run_ranks(_reset)
+@pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="since torch 2.12")
+@on_ranks()
+def test_a_reset_drops_what_waits() -> None:
+    pair = pair_of()
+    pair.model.set_requires_gradient_sync(False)
+    pair.call(batch(7)).sum().backward()
+    pair.model.reset_iter_state()
+    pair.model.set_requires_gradient_sync(True)
+    pair.train()
 
 
-class _Count:
-    calls = 0
-
-
-def _average(state: _Count, gradient: torch.Tensor, output: torch.Tensor) -> None:
-    state.calls += 1
+def _average(calls: list[str], gradient: torch.Tensor, output: torch.Tensor) -> None:
+    calls.append("average")
     dist.reduce_scatter_tensor(output, gradient)
     output /= dist.get_world_size()
 
@@ -171,33 +149,31 @@ LOW = Within((0.05, 0.02), (0.05, 0.02), (0.05, 0.02))
 def test_compiled(*, is_own: bool, micro_batches: int) -> None:
     """A hook that averages, and torch's for bfloat16, which is as FSDP2's `reduce_dtype`."""
     policy = MixedPrecisionPolicy() if is_own else MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
-    pair, count = pair_of(fullgraph=True, ours=shard, mp_policy=policy), _Count()
+    pair, calls = pair_of(fullgraph=True, ours=shard, mp_policy=policy), list[str]()
     if is_own:
-        register_comm_hook(pair.model, _average, count)
+        register_comm_hook(pair.model, _average, calls)
     else:
         register_comm_hook(pair.call, default_hooks.bf16_compress_hook)
     # FSDP2 adds microbatches up in bfloat16, a hook compresses their sum.
     pair.train(*[pair.call] * micro_batches, within=LOW if micro_batches > 1 and not is_own else BITS)
-    assert count.calls == (6 if is_own else 0)  # units times steps
+    assert len(calls) == (6 if is_own else 0)  # units times steps
 
 
 @pytest.mark.long
 @on_ranks()
 def test_after_a_step() -> None:
     """One that is registered after compiled steps counts from the next one on."""
-    pair, count = pair_of(fullgraph=True), _Count()
+    pair, calls = pair_of(fullgraph=True), list[str]()
     pair.train(steps=1)
-    register_comm_hook(pair.model, _average, count)
+    register_comm_hook(pair.model, _average, calls)
     pair.train(steps=1)
     with pytest.raises(ConfigError, match="has a communication hook already"):
-        register_comm_hook(pair.model, _average, count)
-    assert count.calls == 3
+        register_comm_hook(pair.model, _average, calls)
+    assert len(calls) == 3
 
 
 class _Gather(DefaultAllGather):
-    def __init__(self, calls: list[str]) -> None:
-        super().__init__()
-        self.calls = calls
+    calls: list[str]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.calls.append("gather")
@@ -205,9 +181,7 @@ class _Gather(DefaultAllGather):
 
 
 class _Scatter(DefaultReduceScatter):
-    def __init__(self, calls: list[str]) -> None:
-        super().__init__()
-        self.calls = calls
+    calls: list[str]
 
     def __call__(self, output_tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         self.calls.append("scatter")
@@ -216,14 +190,19 @@ class _Scatter(DefaultReduceScatter):
         return work
 
 
+def _noting(communication: Any, calls: list[str]) -> Any:
+    communication.calls = calls
+    return communication
+
+
 def _hook(reduced: torch.Tensor, calls: list[str]) -> None:
     calls.append("hook")
     reduced.mul_(3)
 
 
 SETTINGS: dict[str, Callable[[Any, list[str]], None]] = {
-    "gather": lambda layer, calls: layer.set_custom_all_gather(_Gather(calls)),
-    "scatter": lambda layer, calls: layer.set_custom_reduce_scatter(_Scatter(calls)),
+    "gather": lambda layer, calls: layer.set_custom_all_gather(_noting(_Gather(), calls)),
+    "scatter": lambda layer, calls: layer.set_custom_reduce_scatter(_noting(_Scatter(), calls)),
     "hook": lambda layer, calls: layer.set_all_reduce_hook(functools.partial(_hook, calls=calls)),
     "allocate": lambda layer, _: layer.set_allocate_memory_from_process_group_for_comm(True),
 }
@@ -234,20 +213,16 @@ NEW: dict[str, Callable[[Any, list[str]], None]] = {
 SETTINGS |= {name: change for name, change in NEW.items() if hasattr(FSDPModule, name)}
 
 
-def _trained_of_custom_communication(name: str) -> tuple[list[bool], int]:
+@long.parametrize("name", SETTINGS, always=["gather", "scatter"])
+@on_ranks()
+def test_such_a_unit_goes_by_hooks(name: str) -> None:
     pair = pair_of()
     calls: list[str] = []
     for model, noted in zip(pair, (calls, []), strict=True):
         SETTINGS[name](model.layers[0], noted)
     pair.train()
-    return list(map(bool, only_hooks(pair.model))), calls.count(name)
-
-
-@long.parametrize("name", SETTINGS, always=["gather", "scatter"])
-def test_such_a_unit_goes_by_hooks(name: str) -> None:
-    by_hooks, count = run_ranks(_trained_of_custom_communication, name)[0]
-    assert by_hooks == [False, True, False]
-    assert (count >= 2) == (name in ("gather", "scatter", "hook"))
+    assert list(map(bool, only_hooks(pair.model))) == [False, True, False]
+    assert (calls.count(name) >= 2) == (name in ("gather", "scatter", "hook"))
 
 
 @pytest.mark.long
@@ -274,8 +249,7 @@ class _Leaves(Mlp):
 @long.parametrize("name", ["scatter", "hook"], always=["hook"])
 @on_ranks()
 def test_gradients_of_a_microbatch_go_by_them_where_the_last_one_leaves_the_unit_out(name: str) -> None:
-    pair = WithFsdp2(_Leaves, shard, batch, lambda call, x: call(x).square().sum())
-    pair.compiled(fullgraph=False, reduce_layout="fsdp2")
+    pair = pair_of(_Leaves)
     calls: dict[Any, list[str]] = {model: [] for model in pair}
 
     def before(model: Any, number: int) -> None:

@@ -11,9 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
-from tests.fsdp2.mlp import Mlp, batch, only_hooks
+from tests.fsdp2.mlp import only_hooks, pair_of
 from tests.ranks import on_ranks
-from tests.two_sides import WithFsdp2
 
 pytestmark = pytest.mark.optional
 pytest.importorskip("spmd_types")
@@ -38,8 +37,7 @@ def test_numbers_are_those_of_fsdp2() -> None:
             else:
                 fully_shard(module, mesh=mesh["dp"])
 
-    pair = WithFsdp2(Mlp, shard, batch, lambda call, x: call(x).square().sum())
-    pair.compiled(fullgraph=False, reduce_layout="fsdp2")
+    pair = pair_of(sharded=shard)
     for _ in range(2):
         pair.backward()
         grad = pair.model.layers[1].weight.grad

@@ -317,16 +317,11 @@ QUESTIONS: dict[str, Callable[[_Asks], int]] = {
 }
 
 
-def _check_answers(names: list[str], how: Run) -> None:
-    for name in names:
-        pair = WithOneProcess(lambda name=name: _Asks(name), how, shape=WIDTH)  # type: ignore[misc]
-        pair.train(steps=2)
-
-
 @long.parametrize("how", [Run.PLAIN, Run.SHARDED], always=[Run.PLAIN])
 @long.parametrize("name", QUESTIONS, always=["isinstance", "between graphs"])
+@on_ranks()
 def test_questions_are_answered_as_in_one_process(name: str, how: Run) -> None:
-    run_ranks(_check_answers, [name], how)
+    WithOneProcess(lambda: _Asks(name), how, shape=WIDTH).train(steps=2)
 
 
 @on_ranks()

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    ShardingStrategy,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, ShardingStrategy
+from torch.distributed.fsdp import MixedPrecision as FSDP1MixedPrecision
 from torch.distributed.fsdp import fully_shard as fsdp2
-from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
+from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fsdp_compile._torch import fully_shard as states
@@ -25,8 +21,8 @@ from fsdp_compile._torch import fully_shard_calls as private
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.sharding.fully_shard import fully_shard
 from tests import long
-from tests.ranks import on_ranks, run_ranks
-from tests.sharding.models import Block, Model, batch, full, made, same, same_call, train_alike, train_near_one_process
+from tests.ranks import on_ranks
+from tests.sharding.models import Model, full, made, same, same_call, train_alike, train_near_one_process
 
 Dims: Any = getattr(torch.distributed.fsdp, "DataParallelMeshDims", None)  # newer than torch 2.11
 
@@ -48,31 +44,34 @@ def _by_hand(model: Any, **given: Any) -> Any:
     return model
 
 
-def _automatic(policy: MixedPrecisionPolicy, hand: MixedPrecisionPolicy) -> None:
-    ours, theirs = made(), made()
-    assert fully_shard(ours, mp_policy=policy) is ours
-    for part in (theirs.embed, *theirs.blocks, theirs.head):
-        fsdp2(part, mp_policy=hand)
-    fsdp2(theirs, mp_policy=policy)
-    assert _names(ours) == _names(theirs)
-    train_alike(ours, theirs)
+LOW = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+OUTPUT = dataclasses.replace(LOW, output_dtype=torch.float32)
+INSIDE = dataclasses.replace(LOW, cast_forward_inputs=False)
+POLICIES: list[tuple[Any, MixedPrecisionPolicy, MixedPrecisionPolicy]] = [
+    (None, MixedPrecisionPolicy(), MixedPrecisionPolicy()),
+    (OUTPUT, OUTPUT, INSIDE),
+    (FSDP1MixedPrecision(torch.bfloat16, torch.float32), LOW, INSIDE),
+]
+"""What our call is given, and torch's: for the root, and for units in it."""
 
 
+@on_ranks()
 def test_automatic_units_train_as_torchs_by_hand() -> None:
-    run_ranks(_automatic, MixedPrecisionPolicy(), MixedPrecisionPolicy())
-    low = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
-    inside = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-    run_ranks(_automatic, low, inside)
-
-
-def _one_process(**model: bool) -> None:
-    train_near_one_process(fully_shard(made(lambda: Model(**model))), made(lambda: Model(**model)))
+    for policy, of_root, of_others in POLICIES:
+        ours, theirs = made(), made()
+        assert fully_shard(ours, mp_policy=policy) is ours
+        for part in (theirs.embed, *theirs.blocks, theirs.head):
+            fsdp2(part, mp_policy=of_others)
+        fsdp2(theirs, mp_policy=of_root)
+        assert _names(ours) == _names(theirs)
+        train_alike(ours, theirs)
 
 
 @long.parametrize("kind", ["plain", "tied", "scale"], always=["tied"])
+@on_ranks()
 def test_it_trains_as_one_process(kind: str) -> None:
     given = {} if kind == "plain" else {kind: True}
-    run_ranks(_one_process, **given)
+    train_near_one_process(fully_shard(made(lambda: Model(**given))), made(lambda: Model(**given)))
 
 
 @on_ranks()
@@ -212,27 +211,6 @@ def test_parameters_that_fsdp2_cannot_split_are_refused_by_name(fake_world: Call
         assert [p.placements for p in model.parameters()] == [(Shard(1),), (Shard(0),)]
 
 
-def test_strategies_are_meshes_and_reshard_after_forward(
-    fake_world: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    expected = {
-        ShardingStrategy.FULL_SHARD: ((4,), True),
-        ShardingStrategy.SHARD_GRAD_OP: ((4,), False),
-        ShardingStrategy.NO_SHARD: ((4, 1), False),
-        ShardingStrategy.HYBRID_SHARD: ((2, 2), True),
-        ShardingStrategy._HYBRID_SHARD_ZERO2: ((2, 2), False),
-    }
-    with fake_world(4):
-        for strategy, (shape, reshards) in expected.items():
-            model: Any = fully_shard(Model(), sharding_strategy=strategy)
-            weight = model.blocks[0].mlp[0].weight
-            assert tuple(weight.device_mesh.mesh.shape) == shape
-            assert weight.placements == (Replicate(), Shard(0))[2 - len(shape) :]
-            group = fsdp2.state(model.blocks[0])._fsdp_param_groups[0]  # type: ignore[attr-defined]
-            assert group._reshard_after_forward is reshards
-
-
 @on_ranks(world_size=4)
 def test_hybrid_sharding_trains_as_torchs() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
@@ -251,59 +229,17 @@ def test_reshard_after_forward_is_torchs(fake_world: Callable[..., Any], reshard
             assert private.kept_with(a, "settings").auto_reshard is (reshard == "auto")
 
 
-def test_wrap_policies_choose_units_and_override(fake_world: Callable[..., Any]) -> None:
-    def choose(module: nn.Module) -> Any:
-        if isinstance(module, nn.Embedding):
-            return {"sharding_strategy": ShardingStrategy.NO_SHARD}
-        if isinstance(module, nn.Sequential):
-            return {"reshard_after_forward": False, "mp_policy": MixedPrecisionPolicy(output_dtype=torch.float64)}
-        return isinstance(module, Block)
-
-    with fake_world(4):
-        assert _names(fully_shard(Model(), auto_wrap_policy=ModuleWrapPolicy({Block}))) == [
-            "",
-            "blocks.0",
-            "blocks.1",
-            "blocks.2",
-        ]
-        model: Any = fully_shard(Model(), auto_wrap_policy=CustomPolicy(choose))
-        assert len(_names(model)) == 8
-        assert model.embed.weight.device_mesh.mesh.shape == (4, 1)
-        assert model.head.weight.device_mesh.mesh.shape == (4,)
-        inner = fsdp2.state(model.blocks[0].mlp)  # type: ignore[attr-defined]
-        assert inner._mp_policy.output_dtype is torch.float64
-        assert inner._fsdp_param_groups[0].post_forward_mesh_info is None
-
-
-def _offload(policy: Any) -> None:
+@on_ranks()
+def test_offload_is_torchs() -> None:
+    policy = CPUOffloadPolicy(pin_memory=False)
     ours = fully_shard(made(), offload_policy=policy)
     theirs = _by_hand(made(), offload_policy=CPUOffloadPolicy(pin_memory=False))
     train_alike(ours, theirs)
 
 
-def test_offload_is_torchs() -> None:
-    run_ranks(_offload, CPUOffloadPolicy(pin_memory=False))
-
-
 @on_ranks()
-def test_ignored_parameters_are_neither_sharded_nor_averaged() -> None:
-    model = made()
-    kept = model.blocks[0].mlp[0].weight
-    fully_shard(model, ignored_params=[model.blocks[1], kept])
-    assert model.blocks[0].mlp[0].weight is kept
-    assert not any(isinstance(p, DTensor) for p in model.blocks[1].parameters())
-    model(batch(0)).square().mean().backward()
-    grads = [torch.zeros_like(kept) for _ in range(dist.get_world_size())]
-    dist.all_gather(grads, kept.grad)
-    assert not torch.equal(*grads)
-
-
-def _device(device: Any) -> bool:
-    return same(full(fully_shard(made(), device_id=device)), full(_by_hand(made())))
-
-
 def test_device_id_names_where_torch_moves_units() -> None:
-    assert run_ranks(_device, "cpu") == [True, True]
+    assert same(full(fully_shard(made(), device_id="cpu")), full(_by_hand(made())))
 
 
 def _placements(shard: Callable[..., Any], mesh: DeviceMesh) -> list[Any]:

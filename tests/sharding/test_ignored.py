@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile import ConfigError, fully_shard, materialize, units
 from tests import long
-from tests.ranks import on_ranks, run_ranks
-from tests.two_sides import close, compile_eagerly, loss_of
+from tests.ranks import on_ranks
+from tests.two_sides import close, compile_eagerly, loss_of, made, share, whole
 
 
 class Mixed(nn.Module):
@@ -38,26 +37,16 @@ KEPT = ("kept.0.weight", "kept.0.bias", "kept.1.weight", "kept.1.bias")
 @pytest.mark.core
 @on_ranks()
 def test_an_ignored_module_keeps_its_parameters_and_their_own_gradients() -> None:
-    torch.manual_seed(0)
-    model = Mixed().eval()
-    reference = copy.deepcopy(model)
+    model, reference, local = (made(Mixed).eval() for _ in range(3))
     fully_shard(model, ignored_params=[model.kept])
     compiled = compile_eagerly(model)
-    world, rank = dist.get_world_size(), dist.get_rank()
-    batch = torch.randn(2 * world, 6)
-    mine = batch.chunk(world)[rank]
-    loss_of(compiled(mine)).backward()
-    loss_of(reference(batch)).backward()
-    local = copy.deepcopy(reference)
-    local.zero_grad()
-    loss_of(local(mine)).backward()
+    batch = torch.randn(2 * dist.get_world_size(), 6)
+    for call, rows in ((compiled, share(batch)), (reference, batch), (local, share(batch))):
+        loss_of(call(rows)).backward()
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor) == (name not in KEPT), name
-        assert parameter.grad is not None
-        if isinstance(parameter.grad, DTensor):
-            close(parameter.grad.full_tensor(), reference.get_parameter(name).grad, name)
-        else:  # this rank's own, not reduced
-            close(parameter.grad, local.get_parameter(name).grad, name)
+        other = local if name in KEPT else reference  # this rank's own, not reduced
+        close(whole(parameter.grad), other.get_parameter(name).grad, name)
     assert type(model.kept[1].running_mean) is torch.Tensor
     names = {param.name for unit in units(model) for group in unit.groups for param in group.params}
     assert names == {name for name, _ in model.named_parameters()} - set(KEPT)
@@ -97,7 +86,14 @@ def test_what_a_call_ignores_may_be_anywhere_and_is_ignored_each_time(fake_world
         assert plain == {"0.1.weight", "1.weight"}
 
 
-def _replace(model: nn.Module, way: str) -> None:
+@pytest.mark.parametrize("is_compiled", [False, True])
+@long.parametrize("way", ["materialize", "to_empty", "assign"], always=["materialize"])
+@on_ranks()
+def test_new_objects_of_ignored_parameters_are_ignored(way: str, *, is_compiled: bool) -> None:
+    with torch.device("cpu" if way == "assign" else "meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model, ignored_params=[model[1]])
+    before = model[1].weight
     if way == "materialize":
         materialize(model)
     elif way == "to_empty":
@@ -107,27 +103,13 @@ def _replace(model: nn.Module, way: str) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(0.1)
-
-
-def _check_replaced(way: str, *, is_compiled: bool) -> None:
-    with torch.device("cpu" if way == "assign" else "meta"):
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    fully_shard(model, ignored_params=[model[1]])
-    before = model[1].weight
-    _replace(model, way)
     assert model[1].weight is not before
-    whole = nn.Sequential(model)
-    fully_shard(whole)
+    outer = nn.Sequential(model)
+    fully_shard(outer)
     assert not isinstance(model[1].weight, DTensor), "nor sharded by a call on a module above"
-    called = compile_eagerly(whole) if is_compiled else whole
+    called = compile_eagerly(outer) if is_compiled else outer
     called(torch.ones(2, 4)).sum().backward()
-    assert all(parameter.grad is not None for parameter in whole.parameters())
-
-
-@long.parametrize("way", ["materialize", "to_empty", "assign"], always=["materialize"])
-def test_new_objects_of_ignored_parameters_are_ignored(way: str) -> None:
-    run_ranks(_check_replaced, way, is_compiled=False)
-    run_ranks(_check_replaced, way, is_compiled=True)
+    assert all(parameter.grad is not None for parameter in outer.parameters())
 
 
 @pytest.mark.parametrize("table", [nn.Embedding, nn.EmbeddingBag])

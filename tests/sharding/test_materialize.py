@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -98,26 +97,19 @@ def _make() -> nn.Module:
     return nn.Sequential(_Block(), _Masked())
 
 
-def _on_meta(make: Callable[[], nn.Module]) -> Any:
-    with torch.device("meta"):
-        return make()
-
-
 @long.parametrize("way", ["loaded", "assigned", "replaced", "ignored"], always=["loaded", "ignored"])
 @on_ranks()
 def test_loaded_values_stay(way: str) -> None:
     torch.manual_seed(1)
     state = _make().state_dict()
-    model = _on_meta(_make)
+    model = on_meta(_make)
     if way == "assigned":
         model.load_state_dict({name: value.clone() for name, value in state.items()}, assign=True)
         fully_shard(model, param_init_fn=_init)
     else:
-        ignored = [model[1].weight] if way == "ignored" else []
-        if ignored:
+        if way == "ignored":
             model[1].weight = nn.Parameter(state["1.weight"].clone())
-            ignored = [model[1].weight]
-        fully_shard(model, ignored_params=ignored)
+        fully_shard(model, ignored_params=[model[1].weight] if way == "ignored" else [])
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_model_state_dict(model, dict(state) if dist.get_rank() == 0 else {}, options=options)
         materialize(model, param_init_fn=_by_replacing if way in ("replaced", "ignored") else _init)
@@ -135,7 +127,7 @@ def test_bottom_up_calls_initialize_each_module_once() -> None:
         called.append(module)
         _by_replacing(module)
 
-    model = _on_meta(lambda: nn.Sequential(_Block(), _Block(), nn.Linear(4, 4)))
+    model = on_meta(lambda: nn.Sequential(_Block(), _Block(), nn.Linear(4, 4)))
     for block in model[:2]:
         fully_shard(block, param_init_fn=init)
     fully_shard(model, param_init_fn=init)

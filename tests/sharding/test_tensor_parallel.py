@@ -26,7 +26,7 @@ import fsdp_compile
 from fsdp_compile import EMA, fully_shard
 from tests.models.tensor_parallel import VOCABULARY, Llama, split
 from tests.ranks import on_ranks, run_ranks
-from tests.two_sides import compile_eagerly, whole
+from tests.two_sides import close, compile_eagerly, whole
 
 
 def _world(*shape: int) -> DeviceMesh:
@@ -70,16 +70,17 @@ def _values(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: whole(parameter.detach()) for name, parameter in model.named_parameters()}
 
 
-def _assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def _assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor] | nn.Module) -> None:
+    expected = _values(expected) if isinstance(expected, nn.Module) else expected
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+        close(found[name], value, name, (1e-4, 1e-5))
 
 
 @on_ranks(world_size=4)
 def test_whole_values() -> None:
     reference, reference_optimizer = _trained(_plain())
-    expected = {name: p.detach() for name, p in reference.named_parameters()}
+    expected = _values(reference)
     model, optimizer = _trained(_sharded(_world()))
     _assert_close(_values(model), expected)
     _assert_close(dict(fsdp_compile.full_tensors(model)), expected)
@@ -147,14 +148,14 @@ def test_full_state_of_the_first_rank() -> None:
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     first = dist.get_rank() == 0
     set_model_state_dict(model, source.state_dict() if first else {}, options=options)
-    _assert_close(_values(model), {name: p.detach() for name, p in source.named_parameters()})
+    _assert_close(_values(model), source)
 
 
 @pytest.mark.long
 @on_ranks(world_size=4)
 def test_other_steps() -> None:
     reference, _ = _trained(_plain())
-    expected = {name: p.detach() for name, p in reference.named_parameters()}
+    expected = _values(reference)
     for wrap in (fsdp_compile.flat_step, fsdp_compile.whole_step, fsdp_compile.step_in_backward):
         model = _sharded(_world())
         optimizer = wrap(_adamw(model))
@@ -224,7 +225,7 @@ def test_first_ranks_values() -> None:
     world = _world()
     # Ranks that are replicas of a part start with other values; those of one model have the same.
     model = _sharded(world, seed=world["dp"].get_local_rank(), sync_module_states=True)
-    _assert_close(_values(model), {name: p.detach() for name, p in _plain(0).named_parameters()})
+    _assert_close(_values(model), _plain(0))
 
 
 @pytest.mark.long

@@ -5,12 +5,12 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
@@ -19,8 +19,9 @@ from fsdp_compile.sharding import fully_shard as front
 from fsdp_compile.sharding.fully_shard import fully_shard
 from fsdp_compile.sharding.materialize import materialize
 from tests import long
-from tests.ranks import on_ranks, run_ranks
+from tests.ranks import on_ranks
 from tests.sharding.models import Block, Model, full, made, same, train_near_one_process
+from tests.two_sides import mesh_of
 
 
 class _Frequencies(nn.Module):
@@ -54,21 +55,18 @@ def _values(model: nn.Module) -> list[torch.Tensor]:
     return [*full(model), *(buffer.clone() for buffer in model.buffers())]
 
 
-def _sync(mesh: tuple[int, ...], *, on_meta: bool) -> None:
-    rank, names = dist.get_rank(), ("replicas", "shards")[2 - len(mesh) :]
+@long.parametrize("on_meta", [False, True], always=[True])
+@pytest.mark.parametrize("mesh", [(2,), (2, 2)])
+@on_ranks(world_size=lambda mesh, **_: 2 * len(mesh))
+def test_the_first_ranks_values_are_sent(*, mesh: tuple[int, ...], on_meta: bool) -> None:
+    rank = dist.get_rank()
     with torch.device("meta" if on_meta and rank else "cpu"):
         model = made(_Module, seed=rank)
     if not on_meta:
         model.running += rank
-    fully_shard(model, sync_module_states=True, mesh=init_device_mesh("cpu", mesh, mesh_dim_names=names))
+    fully_shard(model, sync_module_states=True, mesh=mesh_of(mesh))
     assert same(_values(model), _values(made(_Module)))
     train_near_one_process(model, made(_Module), 1)
-
-
-@long.parametrize("on_meta", [False, True], always=[True])
-def test_the_first_ranks_values_are_sent(*, on_meta: bool) -> None:
-    run_ranks(_sync, (2,), on_meta=on_meta)
-    run_ranks(_sync, (2, 2), on_meta=on_meta, world_size=4)
 
 
 @on_ranks()
@@ -79,19 +77,15 @@ def test_ignored_parameters_are_not_sent() -> None:
     assert torch.equal(model.head.weight, kept)
 
 
-def _mismatch() -> str:
-    model = nn.Sequential(nn.Linear(4, 4 + dist.get_rank()))
-    try:
-        fully_shard(model, sync_module_states=True)
-    except RankMismatchError as error:
-        return str(error).splitlines()[0]
-    return ""
-
-
+@on_ranks()
 def test_ranks_with_different_models_all_hear_of_it() -> None:
-    first, second = run_ranks(_mismatch)
-    assert first == "ranks have different models: another rank than this one differs from the first"
-    assert second.startswith("ranks have different models: 0.bias is torch.float32 (5,), and on the first rank torch")
+    what = (
+        r"0.bias is torch.float32 \(5,\), and on the first rank torch",
+        "another rank than this one differs from the",
+    )
+    says = f"ranks have different models: {what[dist.get_rank() == 0]}"
+    with pytest.raises(RankMismatchError, match=f"ranks have different models: {says}"):
+        fully_shard(nn.Sequential(nn.Linear(4, 4 + dist.get_rank())), sync_module_states=True)
 
 
 def _reset(module: nn.Module) -> None:
@@ -105,7 +99,18 @@ def _to_empty(module: nn.Module) -> None:
         _reset(module)
 
 
-def _init(init: Callable[[nn.Module], None], *, seeds: int, tied: bool, offload: bool) -> None:
+@pytest.mark.parametrize(
+    ("init", "seeds", "tied", "offload"),
+    [
+        pytest.param(_reset, 0, False, False, marks=pytest.mark.long),
+        (_to_empty, 0, False, False),
+        (_reset, 1, True, True),  # each rank has a seed of its own, and the first one's counts
+    ],
+)
+@on_ranks()
+def test_param_init_fn_gives_what_one_process_has(
+    *, init: Callable[[nn.Module], None], seeds: int, tied: bool, offload: bool
+) -> None:
     with torch.device("meta"):
         model = _Module(tied=tied)
     torch.manual_seed(7 + seeds * dist.get_rank())
@@ -117,15 +122,6 @@ def _init(init: Callable[[nn.Module], None], *, seeds: int, tied: bool, offload:
     assert not tied or model.head.weight is model.embed.weight
     assert same(_values(model), _values(alone))
     train_near_one_process(model, alone, 1)
-
-
-@long.parametrize("init", [_reset, _to_empty], always=[_to_empty])
-def test_param_init_fn_gives_what_one_process_has(init: Any) -> None:
-    run_ranks(_init, init, seeds=0, tied=False, offload=False)
-
-
-def test_the_first_ranks_initialization_counts() -> None:
-    run_ranks(_init, _reset, seeds=1, tied=True, offload=True)
 
 
 @on_ranks()
@@ -204,37 +200,21 @@ def _in_memory() -> list[nn.Parameter]:
     return [p for p in gc.get_objects() if type(p) is nn.Parameter and p.dim() and not p.is_meta]
 
 
-def _most_in_memory(*, on_meta: bool) -> int:
-    """The most elements of unsharded parameters in memory after a call of torch's."""
-    with torch.device("meta" if on_meta else "cpu"):
+@on_ranks()
+def test_one_unit_is_whole_at_a_time() -> None:
+    """Where the first rank alone has values: elements of unsharded parameters in memory after each call of torch's."""
+    is_first = dist.get_rank() == 0
+    with torch.device("cpu" if is_first else "meta"):
         model = Model()
-    earlier, most = {id(p) for p in _in_memory()}, 0
+    earlier = {id(p) for p in _in_memory()}
+    found: list[int] = []
     run = front.torch_fully_shard
 
     def count(module: Any, **given: Any) -> Any:
-        nonlocal most
         result = run(module, **given)
-        most = max(most, sum(p.numel() for p in _in_memory() if id(p) not in earlier))
+        found.append(sum(p.numel() for p in _in_memory() if id(p) not in earlier))
         return result
 
-    front.torch_fully_shard = count
-    try:
-        fully_shard(model, sync_module_states=on_meta)
-    finally:
-        front.torch_fully_shard = run
-    return most
-
-
-def _memory_of_sync() -> int:
-    return _most_in_memory(on_meta=True) if dist.get_rank() else _most_of_first()
-
-
-def _most_of_first() -> int:
-    fully_shard(Model(), sync_module_states=True)
-    return 0
-
-
-def test_one_unit_is_whole_at_a_time() -> None:
-    block = sum(p.numel() for p in Block().parameters())
-    _, second = run_ranks(_memory_of_sync)
-    assert 0 < second <= block
+    with mock.patch.object(front, "torch_fully_shard", count):
+        fully_shard(model, sync_module_states=True)
+    assert is_first or 0 < max(found) <= sum(p.numel() for p in Block().parameters())

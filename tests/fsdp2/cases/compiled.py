@@ -7,32 +7,37 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from tests.fsdp2.decoder import WIDTH, Tied, batch, case, gathered_by_hooks, pair_of, through_a_function
-from tests.two_sides import REDUCED_TWICE, compile_eagerly, compile_in_place
-
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
+from tests.fsdp2.decoder import (
+    WIDTH,
+    Decoder,
+    Tied,
+    batch,
+    case,
+    gathered_by_hooks,
+    pair_of,
+    through_a_function,
+    trains,
+    uncompiled,
+    whole,
+)
+from tests.two_sides import MIXED, REDUCED_TWICE, compile_eagerly, compile_in_place
 
 # How a model is compiled.
 
 
 @case("compiled")
-def whole_model() -> None:
-    pair = pair_of()
-    with gathered_by_hooks() as hooked:
-        pair.train(pair.compiled(), steps=3)
-    assert not hooked, hooked
+def whole_model_and_in_place() -> None:
+    for in_place in (False, True):
+        pair = pair_of()
+        call = compile_in_place(pair.model, fullgraph=True) if in_place else pair.compiled()
+        with gathered_by_hooks() as hooked:
+            pair.train(call, steps=3)
+        assert not hooked, hooked
 
 
-@case("compiled")
-def in_place() -> None:
-    pair = pair_of()
-    compile_in_place(pair.model, fullgraph=True)
-    with gathered_by_hooks() as hooked:
-        pair.train(pair.model)
-    assert not hooked, hooked
+trains("compiled", "uncompiled", Decoder, uncompiled, is_long=True)
+trains("compiled", "alternately", Decoder, whole, uncompiled, whole, uncompiled, steps=1)
 
 
 @case("compiled")
@@ -53,16 +58,6 @@ def function_with_a_break() -> None:
     pair.train(pair.model, loss=lambda model, i: (compiled if model is pair.model else plain)(model, i))
 
 
-@case("compiled")
-def blocks_one_by_one() -> None:
-    pair = pair_of()
-    for block in pair.model.blocks:
-        compile_in_place(block, fullgraph=True)
-    with gathered_by_hooks() as hooked:
-        pair.train(pair.model, steps=3)
-    assert not [title for title in hooked if title.startswith("blocks")], hooked
-
-
 @case("compiled", is_long=True)
 def block_of_a_model() -> None:
     pair = pair_of()
@@ -77,35 +72,18 @@ def block_of_a_model() -> None:
 
 
 @case("compiled", is_long=True)
-def uncompiled() -> None:
-    pair = pair_of()
-    pair.train(pair.model)
-
-
-@case("compiled")
-def alternately() -> None:
-    pair = pair_of()
-    compiled = pair.compiled()
-    for step in range(4):
-        ours = pair.model if step % 2 else compiled
-        pair.train(ours, steps=1)
-
-
-@case("compiled", is_long=True)
 def evaluated_between() -> None:
     pair = pair_of()
     compiled = pair.compiled()
     for _ in range(2):
         pair.train(compiled, steps=1)
-        for each in pair:
-            each.eval()
+        pair.change(lambda model: model.eval())
         for ours in (compiled, pair.model):
             with torch.no_grad():
                 assert torch.equal(ours(batch(9)), pair.reference(batch(9)))
             with torch.inference_mode():
                 assert torch.equal(ours(batch(9)), pair.reference(batch(9)))
-        for each in pair:
-            each.train()
+        pair.change(lambda model: model.train())
 
 
 @case("compiled", is_long=True)
@@ -123,44 +101,17 @@ def beyond_the_recompile_limit() -> None:
 # Settings of FSDP2.
 
 
-@case("settings", is_long=True)
-def mixed_precision() -> None:
-    pair = pair_of(mp_policy=BF16)
-    pair.train(pair.compiled(), other=torch.compile(pair.reference, backend="aot_eager"))
+def _freeze(model: Any) -> None:
+    model.embedding.weight.requires_grad_(requires_grad=False)
+    model.blocks[0].a.weight.requires_grad_(requires_grad=False)
+    model.blocks[1].requires_grad_(requires_grad=False)
 
 
-@case("settings")
-def mixed_precision_alternately() -> None:
-    pair = pair_of(mp_policy=BF16)
-    compiled = pair.compiled()
-    for step in range(3):
-        ours = compiled if step % 2 else pair.model
-        pair.train(ours, steps=1)
-
-
-@case("settings", is_long=True)
-def parameters_kept_until_backward() -> None:
-    pair = pair_of(reshard_after_forward=False)
-    pair.train(pair.compiled())
-
-
-@case("settings")
-def tied_parameters() -> None:
-    for compiles in (True, False):
-        pair = pair_of(Tied)
-        assert len(list(pair.model.parameters())) == len(list(pair.reference.parameters()))
-        pair.train(pair.compiled() if compiles else pair.model)
-
-
-@case("settings", is_long=True)
-def frozen_parameters() -> None:
-    def freeze(model: Any) -> None:
-        model.embedding.weight.requires_grad_(requires_grad=False)
-        model.blocks[0].a.weight.requires_grad_(requires_grad=False)
-        model.blocks[1].requires_grad_(requires_grad=False)
-
-    pair = pair_of(prepare=freeze)
-    pair.train(pair.compiled())
+trains("settings", "mixed_precision_alternately", Decoder, uncompiled, whole, uncompiled, steps=1, mp_policy=MIXED)
+trains("settings", "parameters_kept_until_backward", reshard_after_forward=False, is_long=True)
+trains("settings", "tied_parameters", Tied)
+trains("settings", "tied_parameters_uncompiled", Tied, uncompiled)
+trains("settings", "frozen_parameters", prepare=_freeze, is_long=True)
 
 
 @case("settings")

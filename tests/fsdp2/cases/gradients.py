@@ -2,42 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from tests.fsdp2.decoder import WIDTH, Decoder, batch, case, cross_entropy, pair_of
-from tests.two_sides import REDUCED_TWICE, Within, local, sgd
-
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
-def _accumulate(order: str, within: Within | None = None, **settings: Any) -> None:
-    pair = pair_of(**settings)
-    compiled = pair.compiled()
-    pair.optimize(sgd)
-    pair.train(*(compiled if how == "c" else pair.model for how in order), within=within)
+from tests.two_sides import REDUCED_TWICE, local, sgd
 
 
 @case("gradients")
 def accumulated() -> None:
-    _accumulate("ccc")
-    _accumulate("eee")
-
-
-@case("gradients")
-def accumulated_in_both_worlds() -> None:
-    _accumulate("cec")
-    _accumulate("ece", within=REDUCED_TWICE)
-    _accumulate("cce")
-
-
-@case("gradients", is_long=True)
-def accumulated_in_mixed_precision() -> None:
-    _accumulate("ccc", mp_policy=BF16)
+    """Compiled and in eager code."""
+    for order, within in (("ccc", None), ("eee", None), ("cec", None), ("ece", REDUCED_TWICE), ("cce", None)):
+        pair = pair_of()
+        compiled = pair.compiled()
+        pair.optimize(sgd)
+        pair.train(*(compiled if how == "c" else pair.model for how in order), within=within)
 
 
 @case("gradients")

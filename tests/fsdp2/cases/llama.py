@@ -8,17 +8,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.fsdp2.decoder import case, gathered_by_hooks, pair_of
-from tests.two_sides import REDUCED_TWICE, compile_in_place
+from tests.fsdp2.decoder import batch, case, gathered_by_hooks, pair_of
+from tests.two_sides import MIXED, REDUCED_TWICE, WithFsdp2, compile_in_place
 
 VOCABULARY = 64
 
 
-def _make(*, ties: bool = False) -> nn.Module:
-    config = LlamaConfig(
+def _make(*, ties: bool = False, attention: str = "sdpa") -> nn.Module:
+    config_class: Any = LlamaConfig
+    config = config_class(
         vocab_size=VOCABULARY,
         hidden_size=32,
         intermediate_size=48,
@@ -26,11 +27,11 @@ def _make(*, ties: bool = False) -> nn.Module:
         num_attention_heads=4,
         num_key_value_heads=2,
         tie_word_embeddings=ties,
+        attn_implementation=attention,
         pad_token_id=0,
         eos_token_id=None,
     )
-    made: nn.Module = LlamaForCausalLM(config)
-    return made
+    return LlamaForCausalLM(config)
 
 
 def _shard(model: Any, **settings: Any) -> None:
@@ -41,8 +42,7 @@ def _shard(model: Any, **settings: Any) -> None:
 
 
 def _loss(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-    return loss
+    return model(input_ids=tokens, labels=tokens, use_cache=False).loss
 
 
 @case("llama")
@@ -57,9 +57,24 @@ def trains_in_one_graph() -> None:
 
 @case("llama", is_long=True)
 def trains_in_mixed_precision() -> None:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    pair = pair_of(_make, sharded=_shard, mp_policy=policy)
+    pair = pair_of(_make, sharded=_shard, mp_policy=MIXED)
     pair.train(pair.compiled(), other=torch.compile(pair.reference, backend="aot_eager"), loss=_loss)
+
+
+@case("llama", is_long=True)
+def layers_one_by_one() -> None:
+    for settings in ({}, {"mp_policy": MIXED}):
+
+        def looped(model: Any, settings: dict[str, Any] = settings) -> None:
+            _shard(model, **settings)
+            for layer in model.model.layers:
+                compile_in_place(layer, reduce_layout="fsdp2")
+
+        make = functools.partial(_make, attention="eager")
+        pair = WithFsdp2(make, functools.partial(_shard, **settings), batch, _loss, ours=looped)
+        with gathered_by_hooks() as titles:
+            pair.train(steps=3)
+        assert not [title for title in titles[3:] if "layers" in title]
 
 
 @case("llama", is_long=True)

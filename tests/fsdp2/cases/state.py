@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from fsdp_compile.errors import UnsupportedModelError
-from tests.fsdp2.decoder import WIDTH, Decoder, batch, case, cross_entropy, pair_of, through_a_function
+from tests.fsdp2.decoder import WIDTH, Decoder, batch, case, cross_entropy, pair_of, through_a_function, trains
 from tests.two_sides import adamw
 
 # State.
@@ -33,11 +33,9 @@ def loaded_between_steps() -> None:
     pair.train(compiled, steps=1)
     saved = {key: value.clone() for key, value in pair.model.state_dict().items()}
     pair.train(compiled, steps=1)
-    for each in pair:
-        each.load_state_dict(saved)
+    pair.change(lambda model: model.load_state_dict(saved))
     pair.train(compiled, steps=1)
-    for each in pair:
-        each.load_state_dict({key: value.clone() for key, value in saved.items()}, assign=True)
+    pair.change(lambda model: model.load_state_dict({key: value.clone() for key, value in saved.items()}, assign=True))
     pair.optimizers.clear()
     pair.train(compiled)
     for each in pair:
@@ -79,15 +77,12 @@ def saved_by_dcp() -> None:
     assert weight.shape == (2 * WIDTH, WIDTH)
 
 
-@case("state")
-def read_in_a_forward() -> None:
-    class Reads(Decoder):
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            made = super().forward(tokens)
-            return made + torch.stack([p.sum() for p in self.norm.parameters()]).sum()
+class _Reads(Decoder):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) + torch.stack([p.sum() for p in self.norm.parameters()]).sum()
 
-    pair = pair_of(Reads)
-    pair.train(pair.compiled())
+
+trains("state", "read_in_a_forward", _Reads)
 
 
 # Parameters that are converted, swapped and frozen.
@@ -107,18 +102,6 @@ def swapped_tensors() -> None:
             pair.zero_grad()
             cross_entropy(ours, batch(1)).backward()
             assert pair.model.blocks[0].a.weight.grad is not None
-
-
-@case("changes", is_long=True)
-def toggled_in_each_step() -> None:
-    pair = pair_of()
-    compiled = pair.compiled()
-    pair.train(compiled, steps=1)
-    for step in range(1, 5):
-        for each in pair:
-            each.blocks[0].requires_grad_(requires_grad=step % 2 == 0)
-            each.blocks[1].requires_grad_(requires_grad=step % 2 == 1)
-        pair.train(compiled, steps=1)
 
 
 @case("changes")

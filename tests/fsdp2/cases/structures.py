@@ -11,7 +11,21 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 import fsdp_compile
-from tests.fsdp2.decoder import WIDTH, Block, Decoder, Tied, batch, case, forward_graphs, gathered_by_hooks, pair_of
+from tests.fsdp2.decoder import (
+    WIDTH,
+    Block,
+    Decoder,
+    Tied,
+    batch,
+    case,
+    forward_graphs,
+    gathered_by_hooks,
+    pair_of,
+    trains,
+    uncompiled,
+    whole,
+    with_blocks,
+)
 from tests.two_sides import REDUCED_TWICE, compile_eagerly, compile_in_place
 
 
@@ -49,62 +63,65 @@ def compiled_blocks_between_the_modules_of_a_unit() -> None:
     pair.train(pair.model)
 
 
-@case("structures", is_long=True)
-def units_of_several_modules() -> None:
-    def several(model: Any) -> None:
-        fully_shard([model.blocks[0], model.blocks[1]])
-        fully_shard([model.norm, model.head])
-        fully_shard(model)
-
-    pair = pair_of(sharded=several)
-    pair.train(pair.compiled())
-    pair.train(pair.model)
+def _several(model: Any) -> None:
+    fully_shard([model.blocks[0], model.blocks[1]])
+    fully_shard([model.norm, model.head])
+    fully_shard(model)
 
 
-@case("structures")
-def nested_units() -> None:
-    def nested(model: Any) -> None:
-        for block in model.blocks:
-            fully_shard(block.a)
-            fully_shard(block)
-        fully_shard(model)
-
-    pair = pair_of(sharded=nested)
-    pair.train(pair.compiled())
-    pair.train(pair.model)
+def _nested(model: Any) -> None:
+    for block in model.blocks:
+        fully_shard(block.a)
+        fully_shard(block)
+    fully_shard(model)
 
 
-@case("structures")
-def a_unit_called_twice() -> None:
-    class Twice(Decoder):
-        def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
-            x = self.embedding(tokens)
-            for block in (*self.blocks, *self.blocks):
-                x = block(x)
-            return x
-
-    pair = pair_of(Twice)
-    pair.train(pair.compiled(), within=REDUCED_TWICE)
-    pair.train(pair.model, within=REDUCED_TWICE)
+class _Twice(Decoder):
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in (*self.blocks, *self.blocks):
+            x = block(x)
+        return x
 
 
-@case("structures", is_long=True)
-def abstract_classes() -> None:
-    class Abstract(ABC, nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
+class _Abstract(ABC, nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + x @ self.weight
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + x @ self.weight
 
-    def sharded(model: Any) -> None:
-        for block in model.blocks:  # torch's own call cannot: "object layout differs"
-            fsdp_compile.fully_shard(block)
-        fully_shard(model)
 
-    pair = pair_of(type("Model", (Decoder,), {"block": Abstract}), sharded=sharded)
-    pair.train(pair.compiled())
+def _shard_abstract(model: Any) -> None:
+    for block in model.blocks:  # torch's own call cannot: "object layout differs"
+        fsdp_compile.fully_shard(block)
+    fully_shard(model)
+
+
+class _Asks(Decoder):
+    """Whether it is managed."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) * (2 if getattr(self, "_is_fsdp_managed_module", False) else 1)
+
+
+class _Reads(Decoder):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        made = super().forward(tokens)
+        named = dict(self.named_parameters())
+        taken = named["norm.weight"].sum() + self.norm.get_parameter("bias").sum()
+        first = next(self.blocks[0].parameters())
+        count = sum(p.numel() for p in self.parameters())
+        return made + taken + first.sum() + count / 1e6
+
+
+trains("structures", "units_of_several_modules", Decoder, whole, uncompiled, sharded=_several, is_long=True)
+trains("structures", "nested_units", Decoder, whole, uncompiled, sharded=_nested)
+trains("structures", "a_unit_called_twice", _Twice, whole, uncompiled, within=REDUCED_TWICE)
+trains("structures", "abstract_classes", with_blocks(_Abstract), sharded=_shard_abstract, is_long=True)
+trains("structures", "marks_of_managed_modules", _Asks, is_long=True)
+trains("structures", "reads_in_forwards", _Reads, sharded=fully_shard, within=REDUCED_TWICE, is_long=True)
 
 
 @case("structures", is_long=True)
@@ -118,32 +135,6 @@ def names_of_classes() -> None:
     assert type(pair.model.norm).__name__ == "LayerNorm"
     assert isinstance(pair.model.norm, nn.LayerNorm)
     assert pair.model._is_fsdp_managed_module is True
-
-
-@case("structures", is_long=True)
-def marks_of_managed_modules() -> None:
-    class Asks(Decoder):
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            scale = 2 if getattr(self, "_is_fsdp_managed_module", False) else 1
-            return super().forward(tokens) * scale
-
-    pair = pair_of(Asks)
-    pair.train(pair.compiled())
-
-
-@case("structures", is_long=True)
-def reads_in_forwards() -> None:
-    class Reads(Decoder):
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            made = super().forward(tokens)
-            named = dict(self.named_parameters())
-            taken = named["norm.weight"].sum() + self.norm.get_parameter("bias").sum()
-            first = next(self.blocks[0].parameters())
-            count = sum(p.numel() for p in self.parameters())
-            return made + taken + first.sum() + count / 1e6
-
-    pair = pair_of(Reads, sharded=fully_shard)
-    pair.train(pair.compiled(), within=REDUCED_TWICE)
 
 
 @case("structures")
@@ -181,6 +172,5 @@ def forward_methods() -> None:
         assert torch.equal(pair.model.generate(batch(0)), pair.reference.generate(batch(0)))
     pair.reference.reshard()
     assert torch.equal(pair.model.score(batch(1)), pair.reference.score(batch(1)))
-    for each in pair:
-        each.reshard()
+    pair.change(lambda model: model.reshard())
     pair.train(compiled, steps=1)

@@ -13,7 +13,7 @@ import torch.utils.checkpoint as ck
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from tests.fsdp2.decoder import WIDTH, Block, Decoder, case, pair_of
+from tests.fsdp2.decoder import WIDTH, Block, case, in_parts, pair_of, trains, uncompiled, with_blocks
 from tests.two_sides import REDUCED_TWICE, compile_eagerly
 
 
@@ -67,12 +67,7 @@ class _Experts(nn.Module):
         return x + made.view_as(x)
 
 
-@case("uneven_ranks", is_long=True)
-def hit_experts() -> None:
-    model = type("Model", (Decoder,), {"block": _Experts})
-    pair = pair_of(model)
-    pair.train(pair.compiled(fullgraph=False), within=REDUCED_TWICE)
-    pair.train(pair.model, within=REDUCED_TWICE)
+trains("uneven_ranks", "hit_experts", with_blocks(_Experts), in_parts, uncompiled, within=REDUCED_TWICE, is_long=True)
 
 
 @case("uneven_ranks")
@@ -98,5 +93,5 @@ def empty_batches_and_checkpoints() -> None:
             return model(tokens[:rows]).square().sum()
 
         torch.compiler.reset()
-        pair = pair_of(type("Model", (Decoder,), {"block": _Checkpointed}))
+        pair = pair_of(with_blocks(_Checkpointed))
         pair.train(pair.compiled(), loss=functools.partial(loss, steps=itertools.count()), steps=3)

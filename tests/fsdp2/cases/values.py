@@ -13,8 +13,20 @@ from torch.distributed.tensor import DTensor
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.fsdp2.take_over import model_of
 from fsdp_compile.ir.graph import Role, StepGraph, require, role_of
-from tests.fsdp2.decoder import Block, Decoder, batch, case, forward_graphs, pair_of, through_a_function
-from tests.two_sides import REDUCED_TWICE, adamw, compile_in_place
+from tests.fsdp2.decoder import (
+    Block,
+    Decoder,
+    batch,
+    case,
+    forward_graphs,
+    in_parts,
+    pair_of,
+    through_a_function,
+    trains,
+    uncompiled,
+    with_blocks,
+)
+from tests.two_sides import REDUCED_TWICE, compile_in_place
 
 
 def units_gathered(step: StepGraph) -> set[str]:
@@ -66,8 +78,7 @@ def before_an_evaluation() -> None:
     compiled = pair.compiled()
     pair.train(compiled, steps=1)
     for _ in range(2):
-        for each in pair:
-            each.unshard()
+        pair.change(lambda model: model.unshard())
         with torch.no_grad():
             assert torch.equal(compiled(batch(9)), pair.reference(batch(9)))
     pair.reference.reshard()
@@ -86,8 +97,7 @@ def and_reshard() -> None:
         each.blocks[1].reshard()
     assert all(isinstance(p, DTensor) for p in pair.model.parameters())
     pair.train(compiled, steps=1)
-    for each in pair:
-        each.unshard()
+    pair.change(lambda model: model.unshard())
     pair.train(pair.model, steps=1)
 
 
@@ -98,28 +108,9 @@ def before_a_compiled_function() -> None:
     _, loss = through_a_function(pair)
 
     pair.train(model, steps=1, loss=loss)
-    for each in pair:
-        each.unshard()
+    pair.change(lambda model: model.unshard())
     pair.train(model, steps=1, loss=loss)
     pair.train(model, steps=1)
-
-
-@case("unshard", is_long=True)
-def kept_between_microbatches() -> None:
-    for reshards in (None, False):
-        pair = pair_of(reshard_after_forward=reshards)
-        compiled = pair.compiled(fullgraph=False)
-        for _ in range(2):
-            for micro in range(3):
-                for each in pair:
-                    each.set_requires_gradient_sync(micro == 2)
-                    each.set_reshard_after_backward(micro == 2)
-                pair.backward(compiled)
-            pair.compare_gradients()
-            for each in pair:
-                adamw(list(each.parameters())).step()
-            pair.zero_grad()
-        pair.compare_parameters()
 
 
 # functional_call.
@@ -205,28 +196,27 @@ class _Maml(Block):
         return x + torch.func.functional_call(self.b, moved, (hidden,))
 
 
-@case("functional_call", is_long=True)
-def in_a_forward() -> None:
-    for made in (_Halved, _Maml):
-        model = type("Model", (Decoder,), {"block": made})
-        pair = pair_of(model)
-        pair.train(pair.model, steps=1)
-        pair = pair_of(model)
-        pair.train(pair.compiled(fullgraph=False), within=REDUCED_TWICE)
+def _freeze_block(model: Any) -> None:
+    model.blocks[1].requires_grad_(requires_grad=False)
 
 
-@case("functional_call", is_long=True)
-def in_a_frozen_block() -> None:
-    model = type("Model", (Decoder,), {"block": _Maml})
-    pair = pair_of(model)
-    for each in pair:
-        each.blocks[1].requires_grad_(requires_grad=False)
-    pair.train(pair.compiled(fullgraph=False), within=REDUCED_TWICE)
+for _made in (_Halved, _Maml):
+    trains("functional_call", f"uncompiled{_made.__name__}", with_blocks(_made), uncompiled, steps=1, is_long=True)
+    trains("functional_call", f"in{_made.__name__}", with_blocks(_made), in_parts, within=REDUCED_TWICE, is_long=True)
+trains(
+    "functional_call",
+    "in_a_frozen_block",
+    with_blocks(_Maml),
+    in_parts,
+    prepare=_freeze_block,
+    within=REDUCED_TWICE,
+    is_long=True,
+)
 
 
 @case("functional_call")
 def in_one_graph() -> None:
-    pair = pair_of(type("Model", (Decoder,), {"block": _Halved}))
+    pair = pair_of(with_blocks(_Halved))
     with pytest.raises(BackendCompilerFailed, match="functional_call") as caught:
         pair.compiled()(batch(0))
     assert isinstance(caught.value.inner_exception, UnsupportedModelError)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.fsdp
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -22,18 +20,23 @@ from tests.models.context_parallel import (
     split_by_context,
     split_by_modules,
 )
-from tests.ranks import on_ranks, run_ranks
+from tests.numerics.one_process.measure import adamw_with_eps
+from tests.ranks import on_ranks
+from tests.two_sides import close, compile_eagerly, made, mean_over_ranks
 
 STEPS = 2
 
 
-@dataclasses.dataclass(frozen=True)
-class _Case:
+class _Case(NamedTuple):
     """How many ranks have batches of their own, how many share each, and which way of torch's splits attention."""
 
     mesh: tuple[int, int]
     layers: int = 2
     by_modules: bool = False
+
+
+Trained = tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]
+"""Losses of this rank's tokens, its shards and gradients of the last step, and the full parameters."""
 
 
 CASES = {
@@ -44,33 +47,17 @@ CASES = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class _Trained:
-    """What training left behind.
-
-    Attributes:
-        losses: Of this rank's tokens, per step.
-        parameters: This rank's shards, and gradients of the last step.
-        whole: The full parameters.
-    """
-
-    losses: list[torch.Tensor]
-    parameters: list[torch.Tensor]
-    whole: list[torch.Tensor]
-
-
-def _trained(case: _Case, fully_shard: Any, lower: str | None) -> _Trained:
+def _trained(case: _Case, fully_shard: Any, lower: str | None) -> Trained:
     torch._dynamo.reset()
     world = init_device_mesh("cpu", case.mesh, mesh_dim_names=("dp", "cp"))
     everyone, context = world["dp", "cp"]._flatten("dp_cp"), world["cp"]
-    torch.manual_seed(0)
-    model = PositionedLlama(case.layers)
+    model: Any = made(lambda: PositionedLlama(case.layers))
     if case.by_modules:
         split_attention(model, context)
     for module in (*model.layers, model):
         fully_shard(module, mesh=everyone)
-    call = model if lower is None else torch.compile(model, backend="fsdp", options={"lower": lower})
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    call = model if lower is None else compile_eagerly(model, lower=lower)
+    optimizer = adamw_with_eps(model.parameters())
     split = split_by_modules if case.by_modules else split_by_context
     losses = []
     for step in range(STEPS):
@@ -80,43 +67,23 @@ def _trained(case: _Case, fully_shard: Any, lower: str | None) -> _Trained:
             loss.backward()
         optimizer.step()
         losses.append(loss.detach())
-    parameters: list[Any] = list(model.parameters())
-    shards = [part.to_local() for p in parameters for part in (p.detach(), p.grad)]
-    return _Trained(losses, shards, [p.detach().full_tensor() for p in parameters])
+    shards = [part.to_local() for p in model.parameters() for part in (p.detach(), p.grad)]
+    return losses, shards, [p.detach().full_tensor() for p in model.parameters()]
 
 
-def _in_one_process(case: _Case) -> _Trained:
-    torch.manual_seed(0)
-    model = PositionedLlama(case.layers)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
-    losses = []
-    for step in range(STEPS):
+def _check_one_process(case: _Case, trained: Trained) -> None:
+    losses, _, whole = trained
+    model = made(lambda: PositionedLlama(case.layers))
+    optimizer = adamw_with_eps(model.parameters())
+    for step, mine in enumerate(losses):
         optimizer.zero_grad()
         parts = [sequences(10 * step + place) for place in range(case.mesh[0])]
         loss = model(*(torch.cat(each) for each in zip(*parts, strict=True)))
         loss.backward()
         optimizer.step()
-        losses.append(loss.detach())
-    return _Trained(losses, [], [p.detach() for p in model.parameters()])
-
-
-def _check_one_process(case: _Case, trained: _Trained) -> None:
-    whole = _in_one_process(case)
-    for loss, expected in zip(trained.losses, whole.losses, strict=True):
-        total = loss.clone()
-        dist.all_reduce(total)  # all ranks have equally many tokens
-        torch.testing.assert_close(total / dist.get_world_size(), expected, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(trained.whole, whole.whole, rtol=1e-4, atol=1e-5)
-
-
-def _differences(name: str, lower: str | None) -> list[int]:
-    """The places of what is not FSDP2's, bit for bit; one process must be near."""
-    with cpu_kernels():
-        ours = _trained(CASES[name], fsdp_compile.fully_shard, lower)
-        theirs = _trained(CASES[name], torch.distributed.fsdp.fully_shard, None)
-    _check_one_process(CASES[name], ours)
-    pairs = zip([*ours.losses, *ours.parameters], [*theirs.losses, *theirs.parameters], strict=True)
-    return [i for i, (a, b) in enumerate(pairs) if not torch.equal(a, b)]
+        close(mean_over_ranks(mine), loss, "loss", (1e-5, 1e-6))  # all ranks have equally many tokens
+    for found, expected in zip(whole, model.parameters(), strict=True):
+        close(found, expected, "parameter", (1e-4, 1e-5))
 
 
 @pytest.mark.long
@@ -127,14 +94,18 @@ def test_inductor() -> None:
         _check_one_process(CASES["cp 2"], _trained(CASES["cp 2"], fsdp_compile.fully_shard, "inductor"))
 
 
-def _ranks(name: str) -> int:
-    return CASES[name].mesh[0] * CASES[name].mesh[1]
-
-
 @pytest.mark.core
 @long.parametrize("name", CASES, always=["cp 2"])
+@on_ranks(world_size=lambda name: torch.Size(CASES[name].mesh).numel())
 def test_compiled(name: str) -> None:
-    assert run_ranks(_differences, name, "eager", world_size=_ranks(name)) == [[]] * _ranks(name)
+    """Bit for bit FSDP2's, and near one process."""
+    case = CASES[name]
+    with cpu_kernels():
+        ours = _trained(case, fsdp_compile.fully_shard, "eager")
+        theirs = _trained(case, torch.distributed.fsdp.fully_shard, None)
+    _check_one_process(case, ours)
+    for mine, expected in zip(ours, theirs, strict=True):
+        assert all(map(torch.equal, mine, expected))
 
 
 @on_ranks()

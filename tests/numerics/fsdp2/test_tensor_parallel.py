@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor, Shard
 
@@ -20,8 +20,8 @@ from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.passes.hide_own_collectives import HideOwnCollectives, HidePlan
 from tests import long
 from tests.models.tensor_parallel import VOCABULARY, Llama, split
-from tests.ranks import run_ranks
-from tests.two_sides import BITS, WithFsdp2, Within, close
+from tests.ranks import on_ranks
+from tests.two_sides import BITS, MIXED, WithFsdp2, Within, close
 
 STEPS = 2
 
@@ -53,10 +53,9 @@ class _Case:
     arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 CASES = {
     "two layers": _Case(layers=2),
-    "split tokens, bf16": _Case(sequence=True, arguments={"mp_policy": BF16}),
+    "split tokens, bf16": _Case(sequence=True, arguments={"mp_policy": MIXED}),
     "uneven rows": _Case(hidden=6),
     "the other dimension": _Case(arguments={"shard_placement_fn": _other_dimension}),
     "replicas": _Case(mesh=(2, 1, 2)),
@@ -112,12 +111,16 @@ def _clipped(name: str, within: Within, lower: str = "eager") -> None:
 @pytest.mark.long
 @pytest.mark.inductor
 @pytest.mark.parametrize("name", ["two layers", "uneven rows"])
+@on_ranks(world_size=4, timeout_s=500)
 def test_inductor(name: str) -> None:
-    run_ranks(_clipped, name, ROUNDED, "inductor", world_size=4, timeout_s=500)
+    _clipped(name, ROUNDED, "inductor")
 
 
-def _hidden(name: str) -> bool:
-    """Whether the order of a backward was changed to hide collectives of tensor parallelism."""
+@pytest.mark.core
+@long.parametrize("name", CASES, always=["split tokens, bf16"])
+@on_ranks(world_size=4, timeout_s=500)
+def test_compiled(name: str) -> None:
+    """The order of a backward is changed to hide collectives of tensor parallelism where there are such."""
     orders: list[int] = []
     apply = HideOwnCollectives.apply
 
@@ -127,33 +130,20 @@ def _hidden(name: str) -> bool:
 
     with mock.patch.object(HideOwnCollectives, "apply", noted):
         _clipped(name, BITS)
-    return any(orders)
+    assert any(orders) == (CASES[name].mesh[-1] > 1)
 
 
-@pytest.mark.core
-@long.parametrize("name", CASES, always=["split tokens, bf16"])
-def test_compiled(name: str) -> None:
-    is_split = CASES[name].mesh[-1] > 1
-    assert run_ranks(_hidden, name, world_size=4, timeout_s=500) == [is_split] * 4
+MICROBATCHES: list[tuple[str, tuple[bool, ...]]] = [
+    *((name, (True,) * case.micro_batches) for name, case in CASES.items()),
+    ("accumulated", (False, True)),
+    ("accumulated", (True, False)),
+]
 
 
-def _under_fsdp2(name: str, compiled: tuple[bool, ...]) -> None:
+@long.parametrize(("name", "compiled"), MICROBATCHES, always=[])
+@on_ranks(world_size=4)
+def test_under_torchs_fully_shard(name: str, compiled: tuple[bool, ...]) -> None:
     """Torch's `fully_shard` on both sides; `compiled` says it of each microbatch."""
     pair = _pair(name, fsdp2)
     call = pair.compiled()
     pair.train(*(call if each else pair.model for each in compiled), steps=STEPS)
-
-
-@long.parametrize("name", CASES, always=[])
-def test_under_torchs_fully_shard(name: str) -> None:
-    run_ranks(_under_fsdp2, name, (True,) * CASES[name].micro_batches, world_size=4)
-
-
-@pytest.mark.long
-def test_after_an_uncompiled_microbatch() -> None:
-    run_ranks(_under_fsdp2, "accumulated", (False, True), world_size=4)
-
-
-@pytest.mark.long
-def test_before_an_uncompiled_microbatch() -> None:
-    run_ranks(_under_fsdp2, "accumulated", (True, False), world_size=4)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator
-from typing import Any, NoReturn
+import contextlib
+from collections.abc import Callable
+from typing import NoReturn
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_compile import fully_shard, no_sync
+from fsdp_compile import no_sync
 from tests import long
 from tests.ranks import on_ranks
-from tests.two_sides import close, compile_eagerly
+from tests.two_sides import WithOneProcess, loss_of
 
 
 class _Around(nn.Module):
@@ -31,8 +29,7 @@ class _Around(nn.Module):
         return torch.tanh(self.middle(x))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.last(checkpoint(self._inner, torch.tanh(self.first(x)), use_reentrant=True))
-        return out
+        return self.last(checkpoint(self._inner, torch.tanh(self.first(x)), use_reentrant=True))
 
 
 class _Blocks(nn.Module):
@@ -48,20 +45,14 @@ class _Blocks(nn.Module):
         x = x + self.pos
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=True)
-        out: torch.Tensor = self.norm(x)
-        return out
+        return self.norm(x)
 
 
-class _Whole(nn.Module):
+class _Whole(_Blocks):
     """All parameters are read in a backward that another one calls."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = _Blocks()
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = checkpoint(self.body, x, use_reentrant=True)
-        return out
+        return checkpoint(super().forward, x, use_reentrant=True)
 
 
 class _Fails(nn.Module):
@@ -75,69 +66,35 @@ class _Fails(nn.Module):
         hidden = torch.tanh(self.first(x))
         if self.fails:
             hidden.register_hook(_fail)
-        out: torch.Tensor = self.second(hidden)
-        return out
+        return self.second(hidden)
 
 
 def _fail(_: torch.Tensor) -> NoReturn:
     raise ValueError("on purpose")
 
 
-def _microbatches(count: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(count):
-        batch = torch.randn(4, 6, generator=generator).requires_grad_()
-        yield batch, batch.detach().chunk(dist.get_world_size())[dist.get_rank()].requires_grad_()
+def _pair(make: Callable[[], nn.Module]) -> WithOneProcess:
+    """Inputs require gradients, which reentrant checkpoints need."""
+    return WithOneProcess(make, loss=lambda call, x: loss_of(call(x.clone().requires_grad_()).sin()), twice=False)
 
 
-def _backward(called: Any, batch: torch.Tensor) -> None:
-    called(batch).sin().square().mean().backward()
-
-
-def _compare(model: nn.Module, reference: nn.Module) -> None:
-    for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert isinstance(ours.grad, DTensor), name
-        assert theirs.grad is not None
-        close(ours.grad.full_tensor(), theirs.grad, name)
-
-
+@long.parametrize("make", [_Around, _Blocks, _Whole], always=[_Around, _Blocks])
 @on_ranks()
-def test_a_unit_gets_all_gradients_where_a_backward_runs_inside_of_another() -> None:
-    model, reference = _Around(), _Around()
-    reference.load_state_dict(model.state_dict())
-    fully_shard(model)
-    called = compile_eagerly(model)
-    for batch, share in _microbatches(2):
-        _backward(called, share)
-        _backward(reference, batch)
-    _compare(model, reference)
-
-
-@long.parametrize("make", [_Blocks, _Whole], always=[_Blocks])
-@on_ranks()
-def test_accumulated_gradients_count_once_where_a_backward_runs_inside_of_another(make: type[nn.Module]) -> None:
-    model = make()
-    reference = copy.deepcopy(model)
-    fully_shard(model)
-    (first, my_first), (second, my_second) = _microbatches(2)
-    called = compile_eagerly(model)
-    with no_sync(model):
-        _backward(called, my_first)
-    assert all(parameter.grad is None for parameter in model.parameters())
-    _backward(called, my_second)
-    for batch in (first, second):
-        _backward(reference, batch)
-    _compare(model, reference)
+def test_a_unit_gets_all_gradients_where_a_backward_runs_inside_of_another(make: type[nn.Module]) -> None:
+    """And accumulated ones count once."""
+    pair = _pair(make)
+    with no_sync(pair.model) if make is not _Around else contextlib.nullcontext():
+        pair.backward()
+    assert make is _Around or all(parameter.grad is None for parameter in pair.model.parameters())
+    pair.backward()
+    pair.compare_gradients()
 
 
 @on_ranks()
 def test_a_hook_that_fails_keeps_no_gradient_from_the_other_parameters_of_its_unit() -> None:
-    model = _Fails()
-    fully_shard(model)
-    compiled = compile_eagerly(model)
-    handle = model.second.weight.register_post_accumulate_grad_hook(_fail)
-    ((_, share),) = _microbatches(1)
+    pair = _pair(_Fails)
+    handle = pair.model.second.weight.register_post_accumulate_grad_hook(_fail)
     with pytest.raises(ValueError, match="on purpose"):
-        _backward(compiled, share)
+        pair.losses()[0].backward()
     handle.remove()
-    assert model.second.bias.grad is not None
+    assert pair.model.second.bias.grad is not None

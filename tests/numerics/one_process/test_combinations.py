@@ -6,7 +6,6 @@ import copy
 import dataclasses
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -21,8 +20,8 @@ from fsdp_compile.lower.region import regions_of
 from tests import long
 from tests.numerics.one_process.strategies import STRATEGIES
 from tests.ops.test_quantize import INT8, as_sent
-from tests.ranks import run_ranks
-from tests.two_sides import loss_of
+from tests.ranks import on_ranks
+from tests.two_sides import compare_parameters, compile_eagerly, loss_of, made, share
 
 WIDTH, ROWS, STEPS = 128, 4, 2
 LEARNING_RATE = 0.05
@@ -77,8 +76,7 @@ CASES = {
 
 
 def _prepared(case: Case) -> nn.Module:
-    torch.manual_seed(0)
-    model: Any = Wide()
+    model = made(Wide)
     arguments = {**STRATEGIES[case.strategy](), "mp_policy": MixedPrecision(gather_dtype=case.gather)}
     for part in (model.up, model.down, model):
         fully_shard(part, **arguments)
@@ -114,26 +112,22 @@ def _bounds(case: Case, magnitude: list[torch.Tensor]) -> list[torch.Tensor]:
     return [((1 + u) ** case.roundings - 1) * m + exact * m.max() for m in magnitude]
 
 
-def _train(case: Case) -> tuple[float, float, set[Any]]:
-    """Two steps of two micro-batches.
-
-    Returns:
-        The largest difference of a gradient in bounds and, relative to the largest of its parameter, as it is; over how
-        many ranks backward gathered.
-    """
-    model = _prepared(case)
-    torch.manual_seed(0)
-    reference = Wide()
-    compiled = torch.compile(model, backend="fsdp", options={"lower": "eager"})
+@pytest.mark.core
+@long.parametrize("name", CASES, always=["kept parts, compressed, held"])
+@on_ranks(world_size=4)
+def test_together_they_equal_one_process(name: str) -> None:
+    """Two steps of two micro-batches."""
+    case = CASES[name]
+    model, reference = _prepared(case), made(Wide)
+    compiled = compile_eagerly(model)
     optimizers = [torch.optim.SGD(m.parameters(), lr=LEARNING_RATE) for m in (model, reference)]
-    world, rank = dist.get_world_size(), dist.get_rank()
-    in_bounds, relative = 0.0, 0.0
+    relative = 0.0
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(step)
-        micro_batches = [torch.randn(ROWS * world, WIDTH, generator=generator) for _ in range(2)]
+        micro_batches = [torch.randn(ROWS * dist.get_world_size(), WIDTH, generator=generator) for _ in range(2)]
         for index, batch in enumerate(micro_batches):
             with no_sync(model) if case.held and index == 0 else nullcontext():
-                loss_of(compiled(batch.chunk(world)[rank])).backward()
+                loss_of(compiled(share(batch))).backward()
         wanted, magnitude = _of_one_process(reference, case, micro_batches)
         for mine, theirs, bound, gradient in zip(
             model.parameters(), reference.parameters(), _bounds(case, magnitude), wanted, strict=True
@@ -141,23 +135,12 @@ def _train(case: Case) -> tuple[float, float, set[Any]]:
             assert isinstance(mine.grad, DTensor)
             theirs.grad = mine.grad.full_tensor()  # so that rounding does not lead the two apart
             difference = (theirs.grad - gradient).abs()
-            in_bounds = max(in_bounds, (difference / bound).max().item())
+            assert (difference / bound).max() <= 1
             relative = max(relative, (difference.max() / gradient.abs().max()).item())
         for each in optimizers:
             each.step()
             each.zero_grad()
-        for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-            assert isinstance(mine, DTensor)
-            assert torch.equal(mine.full_tensor(), theirs)
+        compare_parameters(model, reference, (0.0, 0.0))
+    assert (relative > 1e-4) == (case.roundings > 0), "narrow where asked for, and only there"
     backward = [step for ran in regions_of(units(model)) for step in ran.steps[1:]]
-    return in_bounds, relative, {node.args[1] for each in backward for node in each.nodes(Role.GATHER)}
-
-
-@pytest.mark.core
-@long.parametrize("name", CASES, always=["kept parts, compressed, held"])
-def test_together_they_equal_one_process(name: str) -> None:
-    case = CASES[name]
-    for in_bounds, relative, gathered_over in run_ranks(_train, case, world_size=4):
-        assert in_bounds <= 1
-        assert (relative > 1e-4) == (case.roundings > 0), "narrow where asked for, and only there"
-        assert gathered_over == {case.backward_over}
+    assert {node.args[1] for each in backward for node in each.nodes(Role.GATHER)} == {case.backward_over}

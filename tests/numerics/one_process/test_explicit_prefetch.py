@@ -16,18 +16,12 @@ from tests import long
 from tests.delayed_copies import ON_SUCH_A_HOST, host_apart
 from tests.fake_world import fake_world
 from tests.models.kinds import WIDTH, Stack, StackOfThree
-from tests.numerics.one_process.measure import Differences, train_pair
-from tests.numerics.one_process.test_model_kinds import assert_equal_training
-from tests.ranks import run_ranks
+from tests.numerics.one_process.measure import train_pair
+from tests.ranks import on_ranks
+from tests.two_sides import compile_eagerly, shard_blocks
 
 Starts = list[tuple[str, int, int]]
 """Unit, position of the start of its gather, position of its wait, in the order of the starts."""
-
-
-def _each_block(model: Any) -> None:
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
 
 
 def _starts(model: nn.Module) -> tuple[Starts, Starts]:
@@ -54,34 +48,28 @@ def _between_wait_and_wait(starts: Starts, unit: str, by: str) -> bool:
     return after < found[unit][0] < min(nexts)
 
 
-def _trained(prefetch: object) -> tuple[Differences, Starts, Starts]:
-    models: list[Any] = []
-
-    def prepare(model: Any) -> None:
-        _each_block(model)
-        first, second, third = model.blocks
-        first.set_modules_to_forward_prefetch([second, third])
-        third.set_modules_to_backward_prefetch([second, first])
-        models.append(model)
-
-    found = train_pair(StackOfThree, prepare=prepare, options={"prefetch": prefetch})
-    return (found, *_starts(models[0]))
-
-
 @pytest.mark.core
 @long.parametrize("prefetch", ["auto", 0, "BACKWARD_POST"], always=["auto"])
+@on_ranks()
 def test_named_units_start_where_the_module_that_names_them_is_used_however_others_are_scheduled(
     prefetch: object,
 ) -> None:
-    ranks = run_ranks(_trained, prefetch)
-    assert_equal_training([found for found, _, _ in ranks])
-    for _, forward, backward in ranks:
-        for starts, by, named in (
-            (forward, "blocks.0", ["blocks.1", "blocks.2"]),
-            (backward, "blocks.2", ["blocks.1", "blocks.0"]),
-        ):
-            assert [unit for unit in _names(starts) if unit in named] == named
-            assert all(_between_wait_and_wait(starts, unit, by) for unit in named)
+    models: list[Any] = []
+
+    def prepare(model: Any) -> None:
+        models.append(shard_blocks(model))
+        first, second, third = model.blocks
+        first.set_modules_to_forward_prefetch([second, third])
+        third.set_modules_to_backward_prefetch([second, first])
+
+    train_pair(StackOfThree, prepare=prepare, options={"prefetch": prefetch})
+    forward, backward = _starts(models[0])
+    for starts, by, named in (
+        (forward, "blocks.0", ["blocks.1", "blocks.2"]),
+        (backward, "blocks.2", ["blocks.1", "blocks.0"]),
+    ):
+        assert [unit for unit in _names(starts) if unit in named] == named
+        assert all(_between_wait_and_wait(starts, unit, by) for unit in named)
 
 
 @pytest.fixture
@@ -91,15 +79,13 @@ def world() -> Iterator[None]:
 
 
 def _step(model: nn.Module, **options: Any) -> nn.Module:
-    compiled = torch.compile(model, backend="fsdp", options={"lower": "eager", "prefetch": 0, **options})
-    compiled(torch.ones(4, WIDTH)).sum().backward()
+    compile_eagerly(model, **{"prefetch": 0, **options})(torch.ones(4, WIDTH)).sum().backward()
     return model
 
 
 @pytest.mark.usefixtures("world")
 def test_a_list_may_overtake_and_can_be_taken_back() -> None:
-    model: Any = StackOfThree()
-    _each_block(model)
+    model = shard_blocks(StackOfThree())
     model.blocks[0].set_modules_to_forward_prefetch([model.blocks[2]])
     assert _names(_starts(_step(model))[0]) == ["blocks.0", "blocks.2", "blocks.1", "(root)"]
     model.blocks[0].set_modules_to_forward_prefetch([])
@@ -124,14 +110,6 @@ def test_a_list_may_name_a_unit_that_shares_the_gather_of_one_before() -> None:
     )
 
 
-def _before(model: Any) -> None:
-    model.blocks[1].set_modules_to_forward_prefetch([model.blocks[0]])
-
-
-def _beside_a_budget(model: Any) -> None:
-    model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1]])
-
-
 class _Broken(StackOfThree):
     """Two blocks in one graph, and one in the next."""
 
@@ -141,26 +119,22 @@ class _Broken(StackOfThree):
         return self.head(self.blocks[2](x))
 
 
-def _into_the_next_graph(model: Any) -> None:
-    model.blocks[1].set_modules_to_forward_prefetch([model.blocks[2]])
-
-
 @pytest.mark.usefixtures("world")
 @pytest.mark.parametrize(
-    ("make", "arrange", "options", "says"),
+    ("make", "places", "options", "says"),
     [
-        (Stack, _before, {}, "blocks.1 is told to prefetch blocks.0, which is needed before it"),
-        (Stack, _beside_a_budget, {"prefetch": "auto", "memory_budget_gb": 1.0}, "only one can hold"),
-        (_Broken, _into_the_next_graph, {}, "blocks.2, which its graph does not read"),
+        (Stack, (1, 0), {}, "blocks.1 is told to prefetch blocks.0, which is needed before it"),
+        (Stack, (0, 1), {"prefetch": "auto", "memory_budget_gb": 1.0}, "only one can hold"),
+        (_Broken, (1, 2), {}, "blocks.2, which its graph does not read"),
     ],
     ids=["needed-before", "budget", "graph-break"],
 )
 def test_lists_that_cannot_be_followed_are_refused(
-    make: Callable[[], nn.Module], arrange: Callable[[Any], None], options: dict[str, Any], says: str
+    make: Callable[[], nn.Module], places: tuple[int, int], options: dict[str, Any], says: str
 ) -> None:
-    model = make()
-    _each_block(model)
-    arrange(model)
+    model = shard_blocks(make())
+    first, named = (model.blocks[place] for place in places)
+    first.set_modules_to_forward_prefetch([named])
     with pytest.raises((BackendCompilerFailed, ConfigError), match=r"told to prefetch|only one can hold") as caught:
         _step(model, **options)
     assert says in str(caught.value)

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import explain, fully_shard
 from fsdp_compile.cost.communicate import Kind
-from fsdp_compile.cost.hardware import Hardware, Quantity, hardware
+from fsdp_compile.cost.hardware import Quantity, hardware
 from fsdp_compile.explain.plan import Plan
 from tests.models.kinds import WIDTH, Slim, Stack, Tied
-from tests.numerics.one_process.measure import Differences, Prepare, batches, train_pair
-from tests.numerics.one_process.test_model_kinds import assert_equal_training
-from tests.ranks import on_ranks, run_ranks
-from tests.two_sides import loss_of
+from tests.numerics.one_process.measure import Prepare, batches, train_pair
+from tests.ranks import on_ranks
+from tests.two_sides import compile_eagerly, loss_of, mesh_of, share
 
 
 def _trained(bucket_mb: float) -> list[torch.Tensor]:
@@ -30,11 +28,10 @@ def _trained(bucket_mb: float) -> list[torch.Tensor]:
     torch.manual_seed(0)
     model = Slim()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    options: dict[str, Any] = {"lower": "eager", "bucket_mb": bucket_mb}
-    compiled = torch.compile(model, backend="fsdp", options=options)
+    compiled = compile_eagerly(model, bucket_mb=bucket_mb)
     losses = []
     for batch in batches(2, 4):
-        loss = loss_of(compiled(batch.chunk(2)[dist.get_rank()]))
+        loss = loss_of(compiled(share(batch)))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -50,10 +47,6 @@ def test_sharing_collectives_changes_no_bit_on_two_ranks() -> None:
     assert all(map(torch.equal, _trained(0), _trained(10)))
 
 
-def _with_buckets_chosen(make: Callable[[], torch.nn.Module], prepare: Prepare | None) -> Differences:
-    return train_pair(make, prepare=prepare, options={"bucket_mb": "auto"})
-
-
 def _keep_for_backward(model: torch.nn.Module) -> None:
     fully_shard(model, reshard_after_forward=False)
 
@@ -61,20 +54,16 @@ def _keep_for_backward(model: torch.nn.Module) -> None:
 @pytest.mark.long
 @pytest.mark.core
 @pytest.mark.parametrize(("make", "prepare"), [(Tied, None), (Stack, _keep_for_backward)], ids=["tied", "kept"])
+@on_ranks()
 def test_sharing_collectives_changes_no_number(make: Callable[[], torch.nn.Module], prepare: Prepare | None) -> None:
-    assert_equal_training(run_ranks(_with_buckets_chosen, make, prepare))
-
-
-def _hybrid() -> Differences:
-    def shard(model: torch.nn.Module) -> None:
-        fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
-
-    return train_pair(Slim, prepare=shard, options={"bucket_mb": 10}, clip=0.5)
+    train_pair(make, prepare=prepare, options={"bucket_mb": "auto"})
 
 
 @pytest.mark.long
+@on_ranks(world_size=4)
 def test_replicas_average_what_units_share() -> None:
-    assert_equal_training(run_ranks(_hybrid, world_size=4))
+    prepare = functools.partial(fully_shard, mesh=mesh_of((2, 2)))
+    train_pair(Slim, prepare=prepare, options={"bucket_mb": 10}, clip=0.5)
 
 
 def _collectives(options: dict[str, Any]) -> tuple[list[int], set[str]]:
@@ -100,11 +89,6 @@ Messages = dict[Kind, set[int]]
 """For each kind of collective, where a unit has several parameters: how many its messages hold."""
 
 
-def _hardware(message_us: float) -> Hardware:
-    cpu = hardware("cpu", 10.0)
-    return dataclasses.replace(cpu, link=dataclasses.replace(cpu.link, message=Quantity(message_us, "us", "a test's")))
-
-
 def _wide() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 512), nn.Tanh(), nn.Linear(512, WIDTH))
 
@@ -119,23 +103,14 @@ def _messages(plan: Plan) -> Messages:
     return found
 
 
-def _trained_of_layouts(message_us: float) -> tuple[Differences, Messages]:
-    models: list[nn.Module] = []
-    options = {"hardware": _hardware(message_us), "bucket_mb": 0}
-    found = train_pair(_wide, prepare=lambda model: models.append(fully_shard(model)), options=options)
-    return found, _messages(explain(models[0]))
-
-
-def _both() -> list[tuple[Differences, Messages]]:
-    return [_trained_of_layouts(message_us) for message_us in (0.0, 1e6)]
-
-
 @pytest.mark.core
+@on_ranks()
 def test_each_layout_is_taken_where_it_is_cheaper_and_changes_no_number() -> None:
-    ranks = run_ranks(_both)
-    for layout in zip(*ranks, strict=True):
-        assert_equal_training([found for found, _ in layout])
-    apart, packed = (messages for _, messages in ranks[0])
-    for kind in (Kind.GATHER, Kind.REDUCE):
-        assert 1 in apart[kind]
-        assert 1 not in packed[kind]
+    cpu = hardware("cpu", 10.0)
+    for message_us, is_apart in ((0.0, True), (1e6, False)):
+        models: list[nn.Module] = []
+        link = dataclasses.replace(cpu.link, message=Quantity(message_us, "us", "a test's"))
+        options = {"hardware": dataclasses.replace(cpu, link=link), "bucket_mb": 0}
+        train_pair(_wide, prepare=lambda model: models.append(fully_shard(model)), options=options)  # noqa: B023
+        found = _messages(explain(models[0]))
+        assert all((1 in found[kind]) == is_apart for kind in (Kind.GATHER, Kind.REDUCE))

@@ -13,8 +13,6 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_compile import BudgetTooSmallError, ConfigError, backend, fully_shard
 from fsdp_compile.cost.fusion import Fusion
@@ -32,27 +30,26 @@ from tests.cost.graphs import Sketch
 from tests.fake_world import fake_world
 from tests.models.kinds import KINDS
 from tests.models.round_sizes import WIDTH, Stack, on_meta
-from tests.numerics.one_process.measure import Differences, train_pair
-from tests.numerics.one_process.test_model_kinds import assert_equal_training
-from tests.ranks import run_ranks
+from tests.numerics.one_process.measure import train_pair
+from tests.ranks import on_ranks
+from tests.two_sides import MIXED, mesh_of
 
 SLOW = hardware("cpu", 0.01)
-MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
-def _kind(name: str, **options: Any) -> Differences:
-    return train_pair(KINDS[name], clip=0.5, options={"prefetch": "auto", **options})
 
 
 @pytest.mark.core
 @long.parametrize("name", ["stack", "odd-shapes", "tied", "repeated"], always=["tied"])
+@on_ranks()
 def test_kind(name: str) -> None:
-    assert_equal_training(run_ranks(_kind, name, world_size=2))
+    train_pair(KINDS[name], clip=0.5, options={"prefetch": "auto"})
 
 
 @pytest.mark.long
-def test_a_slow_link_splits_units_at_the_edges() -> None:
-    assert_equal_training(run_ranks(_kind, "stack", hardware=SLOW, world_size=4))
+@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=["full", "hybrid"])
+@on_ranks(world_size=4)
+def test_a_slow_link_splits_units_at_the_edges(shape: tuple[int, ...]) -> None:
+    prepare = functools.partial(fully_shard, mesh=mesh_of(shape))
+    train_pair(KINDS["stack"], prepare=prepare, options={"prefetch": "auto", "hardware": SLOW})
 
 
 def _wide_first() -> nn.Module:
@@ -65,7 +62,8 @@ def _each_layer(model: nn.Module) -> None:
     fully_shard(model)
 
 
-def _delayed(make: Callable[[], nn.Module] = _wide_first) -> tuple[Differences, list[int]]:
+def _delayed(make: Callable[[], nn.Module]) -> int:
+    """Trains where products are as slow as the link; how many gradients of weights are delayed at most."""
     slow = dataclasses.replace(SLOW.device, matmul={torch.float32: Quantity(3e7, "FLOP/s", "as slow as the link")})
     moved: list[int] = []
     plan = DelayWeightGradients.plan
@@ -77,17 +75,14 @@ def _delayed(make: Callable[[], nn.Module] = _wide_first) -> tuple[Differences, 
         return found
 
     with mock.patch.object(DelayWeightGradients, "plan", recorded):
-        options = {"hardware": dataclasses.replace(SLOW, device=slow)}
-        found = train_pair(make, prepare=_each_layer, options=options)
-    return found, moved
+        train_pair(make, prepare=_each_layer, options={"hardware": dataclasses.replace(SLOW, device=slow)})
+    return max(moved)
 
 
 @pytest.mark.core
+@on_ranks()
 def test_weight_gradients_that_are_really_delayed_are_those_of_one_process() -> None:
-    ranks = run_ranks(_delayed, world_size=2)
-    assert_equal_training([found for found, _ in ranks])
-    assert ranks[0][1] == ranks[1][1]
-    assert max(ranks[0][1]) > 0
+    assert _delayed(_wide_first) > 0
 
 
 class _Scaled(torch.autograd.Function):
@@ -114,29 +109,13 @@ class _ScaledLinear(nn.Module):
         self.shown = shown
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        scaled: torch.Tensor = _Scaled.apply(x, self.weight, self.scale, self.shown)
-        return scaled
-
-
-def _scaled(shown: str) -> nn.Module:
-    return nn.Sequential(_ScaledLinear(32, 512, shown), nn.Tanh(), _ScaledLinear(512, 16, shown))
+        return _Scaled.apply(x, self.weight, self.scale, self.shown)
 
 
 @long.parametrize("shown", ["itself", "view"], always=["view"])
+@on_ranks()
 def test_weight_gradients_of_a_scale_that_backward_writes_are_not_delayed_past_the_write(shown: str) -> None:
-    assert_equal_training([found for found, _ in run_ranks(_delayed, functools.partial(_scaled, shown), world_size=2)])
-
-
-def _replicas() -> Differences:
-    def prepare(model: nn.Module) -> None:
-        fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
-
-    return train_pair(KINDS["stack"], prepare=prepare, options={"prefetch": "auto", "hardware": SLOW})
-
-
-@pytest.mark.long
-def test_hybrid_sharding() -> None:
-    assert_equal_training(run_ranks(_replicas, world_size=4))
+    _delayed(lambda: nn.Sequential(_ScaledLinear(32, 512, shown), nn.Tanh(), _ScaledLinear(512, 16, shown)))
 
 
 def _plan(gb_per_s: float, **options: Any) -> Plan:

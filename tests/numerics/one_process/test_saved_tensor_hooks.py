@@ -84,13 +84,10 @@ class _Attends(nn.Module):
         self.head = nn.Linear(6, 5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        attended: torch.Tensor = checkpoint(self._attend, x, use_reentrant=False)
-        out: torch.Tensor = self.head(attended)
-        return out
+        return self.head(checkpoint(self._attend, x, use_reentrant=False))
 
     def _attend(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.inner(x, x, x, need_weights=False)[0]
-        return out
+        return self.inner(x, x, x, need_weights=False)[0]
 
 
 def test_gradients_accumulate_where_a_state_of_random_numbers_is_saved() -> None:

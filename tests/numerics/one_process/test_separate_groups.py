@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+import torch.distributed as dist
 
 from fsdp_compile import explain, fully_shard, units
 from fsdp_compile._torch.distributed import resolve_group
@@ -19,9 +18,9 @@ from tests.fake_world import fake_world
 from tests.models.kinds import WIDTH, Slim, Stack
 from tests.models.round_sizes import Stack as Wide
 from tests.models.round_sizes import on_meta
-from tests.numerics.one_process.measure import Differences, train_pair
-from tests.numerics.one_process.test_model_kinds import assert_equal_training
-from tests.ranks import run_ranks
+from tests.numerics.one_process.measure import train_pair
+from tests.ranks import on_ranks
+from tests.two_sides import compile_eagerly, mesh_of, shard_blocks
 
 
 def _groups(plan: Plan) -> dict[Kind, set[str]]:
@@ -32,42 +31,26 @@ def _groups(plan: Plan) -> dict[Kind, set[str]]:
     return found
 
 
-@dataclasses.dataclass(frozen=True)
-class _Trained:
-    differences: Differences
-    groups: dict[Kind, set[str]]
-    is_apart: bool
-    agrees: bool
-
-
-def _trained(shape: tuple[int, ...], prefetch: object) -> _Trained:
-    models: list[Any] = []
-
-    def prepare(model: Any) -> None:
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-        fully_shard(model, mesh=mesh, separate_reduce_group=True)
-        models.append(model)
-
-    found = train_pair(Slim, prepare=prepare, options={"prefetch": prefetch})
-    groups = _groups(explain(models[0]))
-    (gathers,), (reduces,) = groups[Kind.GATHER], groups[Kind.REDUCE]
-    is_apart = resolve_group(gathers) is not resolve_group(reduces)
-    return _Trained(found, groups, is_apart, rank_store(reduces) is not None)
-
-
-def _both() -> list[_Trained]:
-    return [_trained((4,), "auto"), _trained((2, 2), 1)]
-
-
 @pytest.mark.long
 @pytest.mark.core
+@on_ranks(world_size=4)
 def test_two_groups_train_to_the_numbers_of_one_process_under_names_that_all_ranks_share() -> None:
-    for ranks in zip(*run_ranks(_both, world_size=4), strict=True):
-        assert_equal_training([rank.differences for rank in ranks])
-        assert all(rank.is_apart and rank.agrees for rank in ranks)
-        assert all(rank.groups == ranks[0].groups for rank in ranks)
-        (name,) = ranks[0].groups[Kind.REDUCE]
-        assert name.startswith("fsdp.reduce.")
+    given: list[tuple[tuple[int, ...], object]] = [((4,), "auto"), ((2, 2), 1)]
+    for shape, prefetch in given:
+        models: list[Any] = []
+
+        def prepare(model: Any) -> None:
+            models.append(fully_shard(model, mesh=mesh_of(shape), separate_reduce_group=True))  # noqa: B023  runs at once
+
+        train_pair(Slim, prepare=prepare, options={"prefetch": prefetch})
+        groups = _groups(explain(models[0]))
+        (gathers,), (reduces,) = groups[Kind.GATHER], groups[Kind.REDUCE]
+        assert resolve_group(gathers) is not resolve_group(reduces)
+        assert rank_store(reduces) is not None
+        assert reduces.startswith("fsdp.reduce.")
+        everywhere: list[Any] = [None] * 4
+        dist.all_gather_object(everywhere, groups)
+        assert everywhere == [groups] * 4
 
 
 @pytest.fixture
@@ -77,17 +60,13 @@ def world() -> Iterator[None]:
 
 
 def _reduced_over(model: Any) -> set[str]:
-    compiled = torch.compile(model, backend="fsdp", options={"lower": "eager"})
-    compiled(torch.ones(4, WIDTH)).sum().backward()
+    compile_eagerly(model)(torch.ones(4, WIDTH)).sum().backward()
     return _groups(explain(model))[Kind.REDUCE]
 
 
 @pytest.mark.usefixtures("world")
 def test_fsdp2s_method_switches_between_two_groups_that_are_made_once() -> None:
-    model: Any = Stack()
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
+    model = shard_blocks(Stack())
     assert _reduced_over(model) == {"fsdp.shard.0"}
     model.set_separate_reduce_scatter_group()
     assert _reduced_over(model) == {"fsdp.reduce.0"}
