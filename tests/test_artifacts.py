@@ -21,7 +21,7 @@ from fsdp_compile.pipeline import passes
 from tests.fake_world import fake_world
 from tests.models.kinds import Stack
 from tests.numerics.one_process.measure import batches
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 from tests.two_sides import loss_of
 
 
@@ -58,21 +58,19 @@ def test_written_graphs_read_back(written: Path) -> None:
     assert "added" in (written / "graph00-forward" / "1-insert-collectives.diff.txt").read_text()
 
 
-def _texts_of_all_ranks(folder: str) -> bool:
-    """Each rank writes for itself, as if it were the first."""
-    mine = Path(folder) / str(dist.get_rank())
+@pytest.mark.long
+@on_ranks()
+def test_all_ranks_write_the_same_text(tmp_path: Path) -> None:
+    """Each writes for itself, as if it were the first."""
+    mine, other = (tmp_path / str(rank) for rank in (dist.get_rank(), 1 - dist.get_rank()))
     first_of_all = SimpleNamespace(is_initialized=dist.is_initialized, get_rank=lambda: 0)
     with mock.patch.object(artifacts, "dist", first_of_all):
         _train_once(str(mine))
     dist.barrier()
     files = {f.relative_to(mine): f.read_text() for f in mine.rglob("*.txt")}
-    other = Path(folder) / str(1 - dist.get_rank())
-    return files == {f.relative_to(other): f.read_text() for f in other.rglob("*.txt")} and bool(files)
-
-
-@pytest.mark.long
-def test_all_ranks_write_the_same_text(tmp_path: Path) -> None:
-    assert run_ranks(_texts_of_all_ranks, str(tmp_path)) == [True, True]
+    assert files
+    assert files == {f.relative_to(other): f.read_text() for f in other.rglob("*.txt")}
+    dist.barrier()
 
 
 SCRIPT = """

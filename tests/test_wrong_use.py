@@ -7,7 +7,7 @@ contains ours whole.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,22 +18,12 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 
 from fsdp_compile import ConfigError, FSDPCompileError, UnsupportedModelError, fully_shard
-from tests.fake_world import fake_world
 from tests.models.outlines import Block, Small, Transformer
-
-
-@pytest.fixture
-def world() -> Iterator[None]:
-    with fake_world(4):
-        yield
-
-
-def _compiled(model: Any, **options: Any) -> Any:
-    return torch.compile(model, backend="fsdp", options={"lower": "eager", **options})
+from tests.two_sides import MIXED, compile_eagerly
 
 
 def _says(error: FSDPCompileError, what: str, where: str, instead: str) -> None:
@@ -76,7 +66,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], str, str, str]] = {
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_wrong_options_of_the_backend(kind: str) -> None:
     options, what, where, instead = OPTIONS[kind]
-    error = _refusal(lambda: _compiled(Small(), **options)(torch.ones(2, 6)))
+    error = _refusal(lambda: compile_eagerly(Small(), **options)(torch.ones(2, 6)))
     assert type(error) is ConfigError
     _says(error, what, where, instead)
 
@@ -91,7 +81,7 @@ def test_a_partitioner_of_inductor() -> None:
             return "given"
 
     def compile_with(settings: dict[str, Any]) -> FSDPCompileError:
-        return _refusal(lambda: _compiled(Small(), lower="inductor", inductor=settings)(torch.ones(2, 6)))
+        return _refusal(lambda: compile_eagerly(Small(), lower="inductor", inductor=settings)(torch.ones(2, 6)))
 
     of_options = compile_with({"custom_partitioner_fn": Given()})
     torch._dynamo.reset()
@@ -106,44 +96,39 @@ def test_a_partitioner_of_inductor() -> None:
 def test_a_refused_call_leaves_the_model_as_it_was() -> None:
     model = Small()
     before = list(model.parameters())
-    _refusal(lambda: _compiled(model, mesh="all")(torch.ones(2, 6)))
+    _refusal(lambda: compile_eagerly(model, mesh="all")(torch.ones(2, 6)))
     assert all(a is b for a, b in zip(model.parameters(), before, strict=True))
     assert model(torch.ones(2, 6)).shape == (2, 3)
     assert type(model) is Small
 
 
 @pytest.mark.usefixtures("world")
-def test_meta_parameters_of_a_plain_model() -> None:
+def test_meta_parameters() -> None:
     with torch.device("meta"):
-        model = Small()
-    error = _refusal(lambda: _compiled(model)(torch.ones(2, 6, device="meta")))
+        plain, sharded = Small(), fully_shard(Small())
+    error = _refusal(lambda: compile_eagerly(plain)(torch.ones(2, 6, device="meta")))
     assert type(error) is ConfigError
     _says(error, "on the meta device", "scale", "to_empty")
-
-
-@pytest.mark.usefixtures("world")
-def test_meta_parameters_of_a_sharded_model() -> None:
-    with torch.device("meta"):
-        model = fully_shard(Small())
     with pytest.raises(RuntimeError, match="should be materialized from meta device"):
-        _compiled(model)(torch.ones(2, 6))
+        compile_eagerly(sharded)(torch.ones(2, 6))
 
 
 @pytest.mark.usefixtures("world")
 def test_a_plain_model_with_a_parameter_that_is_not_contiguous() -> None:
     model = Small()
     model.scale = nn.Parameter(torch.ones(2, 6).t())
-    error = _refusal(lambda: _compiled(model)(torch.ones(2, 6)))
+    error = _refusal(lambda: compile_eagerly(model)(torch.ones(2, 6)))
     assert type(error) is UnsupportedModelError
     _says(error, "not contiguous", "scale", "p.contiguous()")
     assert type(model.scale) is nn.Parameter
 
 
 @pytest.mark.usefixtures("world")
-def test_sharding_twice() -> None:
-    model = fully_shard(Small())
-    with pytest.raises(AssertionError, match="fully_shard has already been applied"):
-        fully_shard(model)
+def test_sharding_what_is_sharded_already() -> None:
+    model = fully_shard(Transformer())
+    for part in (model, model.blocks[0], model.embed):
+        with pytest.raises(AssertionError, match="fully_shard has already been applied"):
+            fully_shard(part)
 
 
 @pytest.mark.usefixtures("world")
@@ -152,7 +137,7 @@ def test_sharding_what_torch_replicates_already() -> None:
 
     model = Block()
     replicate_with_fsdp(model, mesh=init_device_mesh("cpu", (4,)))
-    error = _refusal(lambda: _compiled(model)(torch.ones(2, 16)))
+    error = _refusal(lambda: compile_eagerly(model)(torch.ones(2, 16)))
     assert type(error) is ConfigError
     _says(error, "averages gradients by itself", "ReplicateBlock", "the model without")
     with pytest.raises(AssertionError, match="ReplicateBlock"):
@@ -163,7 +148,8 @@ def test_sharding_what_torch_replicates_already() -> None:
 @pytest.mark.usefixtures("world")
 def test_a_mesh_of_the_wrong_dimension() -> None:
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pipe", "replicate", "shard"))
-    for call in (lambda: fully_shard(Small(), mesh=mesh), lambda: _compiled(Small(), mesh=mesh)(torch.ones(2, 6))):
+    compiled = compile_eagerly(Small(), mesh=mesh)
+    for call in (lambda: fully_shard(Small(), mesh=mesh), lambda: compiled(torch.ones(2, 6))):
         with pytest.raises(ValueError, match="expects a 1D or 2D DeviceMesh"):
             call()
     fully_shard(Small(), mesh=mesh["replicate", "shard"])
@@ -173,7 +159,7 @@ def test_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RANK", "0")
-    for call in (lambda: fully_shard(Small()), lambda: _compiled(Small())(torch.ones(2, 6))):
+    for call in (lambda: fully_shard(Small()), lambda: compile_eagerly(Small())(torch.ones(2, 6))):
         error = _refusal(call)
         assert type(error) is ConfigError
         _says(error, "lacks WORLD_SIZE, MASTER_ADDR, MASTER_PORT", "os.environ", "torchrun")
@@ -209,80 +195,56 @@ def test_wrong_arguments_of_fully_shard(kind: str) -> None:
 
 
 @pytest.mark.usefixtures("world")
-@pytest.mark.parametrize("root", [nn.ModuleList([Small()]), nn.ModuleDict({"a": Small()})])
-def test_containers_that_cannot_be_called(root: Any) -> None:
-    with pytest.raises(ValueError, match="containers that do not implement forward"):
-        fully_shard(root)
-
-
-@pytest.mark.usefixtures("world")
-@pytest.mark.parametrize(
-    ("root", "what", "instead"),
-    [
-        ({Small()}, "set is not a torch.nn.Module", "pass the module"),
-        (Small().parameters(), "generator is not a torch.nn.Module", "pass the module"),
-    ],
-)
-def test_roots_that_are_no_modules(root: Any, what: str, instead: str) -> None:
-    error = _refusal(lambda: fully_shard(root))
-    assert type(error) is ConfigError
-    _says(error, what, "fully_shard(module)", instead)
+def test_roots_that_cannot_be_called() -> None:
+    for container in (nn.ModuleList([Small()]), nn.ModuleDict({"a": Small()})):
+        with pytest.raises(ValueError, match="containers that do not implement forward"):
+            fully_shard(container)
+    roots: list[tuple[Any, str]] = [({Small()}, "set"), (Small().parameters(), "generator")]
+    for root, kind in roots:
+        error = _refusal(lambda: fully_shard(root))  # noqa: B023  runs at once
+        assert type(error) is ConfigError
+        _says(error, f"{kind} is not a torch.nn.Module", "fully_shard(module)", "pass the module")
 
 
 @pytest.mark.usefixtures("world")
 def test_a_parameter_that_belongs_to_no_module() -> None:
     loose = nn.Parameter(torch.ones(3))
-    error = _refusal(lambda: _compiled(lambda x: x * loose)(torch.ones(3)))
+    error = _refusal(lambda: compile_eagerly(lambda x: x * loose)(torch.ones(3)))
     assert type(error) is ConfigError
     _says(error, "whose gradients no rank would average", "loose", "fully_shard(model)")
-
-
-@pytest.mark.usefixtures("world")
-def test_a_part_of_a_model_that_is_sharded_already() -> None:
-    model = fully_shard(Transformer())
-    for part in (model.blocks[0], model.embed):
-        with pytest.raises(AssertionError, match="fully_shard has already been applied"):
-            fully_shard(part)
-
-
-def _train_with_an_option_for_sharding(model: nn.Module) -> None:
-    compiled = torch.compile(model, backend="fsdp", options={"lower": "eager", "reshard_after_forward": False})
-    compiled(torch.ones(2, 4)).sum().backward()
-    compiled(torch.ones(3, 4)).sum().backward()
-
-
-@pytest.mark.usefixtures("world")
-def test_options_for_sharding_are_refused_where_the_model_is_sharded_already() -> None:
-    error = _refusal(lambda: _train_with_an_option_for_sharding(fully_shard(nn.Linear(4, 4))))
-    assert "option 'reshard_after_forward' says how to shard" in str(error)
-    assert "fully_shard(model, reshard_after_forward=...)" in str(error)
-    _train_with_an_option_for_sharding(nn.Linear(4, 4))
 
 
 def _evaluate_and_train(first: dict[str, Any], second: dict[str, Any]) -> None:
     """Two compiles of a plain model, each with options of its own."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     for options in (first, second):
-        _compiled(model, **options)(torch.ones(2, 4)).sum().backward()
+        compile_eagerly(model, **options)(torch.ones(2, 4)).sum().backward()
 
 
 @pytest.mark.usefixtures("world")
-@pytest.mark.parametrize("first", [{}, {"reshard_after_forward": True}])
-def test_a_second_compile_cannot_shard_in_another_way(first: dict[str, Any]) -> None:
+def test_options_for_sharding_of_a_model_that_is_sharded_already() -> None:
     asked = {"reshard_after_forward": False}
-    error = _refusal(lambda: _evaluate_and_train(first, asked))
-    assert type(error) is ConfigError
-    _says(error, "the model was sharded before", "'reshard_after_forward'", "in all compiles of a plain model")
+    error = _refusal(lambda: compile_eagerly(fully_shard(nn.Linear(4, 4)), **asked)(torch.ones(2, 4)))
+    assert "option 'reshard_after_forward' says how to shard" in str(error)
+    assert "fully_shard(model, reshard_after_forward=...)" in str(error)
+    firsts: list[dict[str, Any]] = [{}, {"reshard_after_forward": True}]
+    for first in firsts:
+        error = _refusal(lambda: _evaluate_and_train(first, asked))  # noqa: B023  runs at once
+        assert type(error) is ConfigError
+        _says(error, "the model was sharded before", "'reshard_after_forward'", "in all compiles of a plain model")
 
 
 @pytest.mark.long
 @pytest.mark.usefixtures("world")
 def test_a_second_compile_may_say_the_same_or_nothing() -> None:
     def options() -> dict[str, Any]:
-        bf16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        return {"mp_policy": bf16, "auto_wrap_policy": ModuleWrapPolicy({nn.Linear}), "reshard_after_forward": False}
+        policies = {"mp_policy": MIXED, "auto_wrap_policy": ModuleWrapPolicy({nn.Linear})}
+        return {**policies, "reshard_after_forward": False}
 
     for second in (options(), {}, {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})}):
         _evaluate_and_train(options(), second)
+    compiled = compile_eagerly(nn.Linear(4, 4), reshard_after_forward=False)
+    for rows in (2, 3):  # compiled again for another number of rows
+        compiled(torch.ones(rows, 4)).sum().backward()
     sized = [functools.partial(size_based_auto_wrap_policy, min_num_params=8) for _ in range(2)]
     _evaluate_and_train({"auto_wrap_policy": sized[0]}, {"auto_wrap_policy": sized[1]})

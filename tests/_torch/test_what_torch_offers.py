@@ -26,7 +26,8 @@ _POLICIES = "fsdp2/test_policies.py::test_numbers_are_those_of_fsdp2"
 _REDUCTIONS = "fsdp2/test_settings.py::test_numbers_are_those_of_fsdp2"
 _HOOKS = "fsdp2/test_settings.py::test_such_a_unit_goes_by_hooks"
 _CASTS = "sharding/test_mixed_precision.py::test_inner_units_cast_their_inputs_by_their_own_policy"
-_PREFETCH = "numerics/one_process/test_explicit_prefetch.py::test_a_list_may_overtake_and_can_be_taken_back"
+_PREFETCH = "numerics/one_process/test_rules.py::test_a_list_may_overtake_and_can_be_taken_back"
+_MESHES = "fsdp2/test_meshes.py::test_dimensions_of_a_whole_mesh"
 _FINALIZE = "fsdp2/test_policies.py::test_backwards_that_the_caller_ends"
 ROWS: Mapping[str, Mapping[str, str]] = {
     "MixedPrecisionPolicy": {
@@ -51,9 +52,7 @@ ROWS: Mapping[str, Mapping[str, str]] = {
         ),
         "torch's: its call has run before a model is taken over",
     ),
-    "DataParallelMeshDims": dict.fromkeys(
-        ("shard", "replicate"), "fsdp2/test_meshes.py::test_dimensions_of_a_whole_mesh"
-    ),
+    "DataParallelMeshDims": dict.fromkeys(("shard", "replicate"), _MESHES),
     "FSDPModule": {
         "finalize_backward": _FINALIZE,
         "reset_iter_state": "fsdp2/test_settings.py::test_a_reset_drops_what_waits",

@@ -7,19 +7,15 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from tests.models.layers import Residual
 from tests.two_sides import Make, Run, WithOneProcess, adamw
 
 
-class Block(nn.Module):
+class Block(Residual):
     """A block with a residual."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 9), nn.Linear(9, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The block of `x`."""
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
+        super().__init__(6, 9)
 
 
 class Model(nn.Module):

@@ -103,7 +103,9 @@ def _backward(called: Any) -> None:
     loss_of(called(_batch())).backward()
 
 
-def _removed_by_itself(kind: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks()
+def test_hooks_are_called_and_removed_as_in_one_process(kind: str) -> None:
     pair = WithOneProcess(Small, Run.SHARDED)
     counts: list[list[str]] = []
     for model, each in pair.called():
@@ -131,24 +133,20 @@ def _removed_by_itself(kind: str) -> None:
     pair.compare()
 
 
-def _in_chosen_gradients(how: Run) -> None:
+@pytest.mark.parametrize("how", [Run.SHARDED, Run.PLAIN])
+@on_ranks()
+def test_hooks_change_chosen_gradients(how: Run) -> None:
     pair = WithOneProcess(Small, how)
     pair.backward()
     found = []
     for model, called in pair.called():
-        model.get_parameter("up.weight").register_hook(lambda g: g * 3)
-        model.get_parameter("up.weight").register_hook(lambda _: None)
-        asked = [model.get_parameter("up.weight"), model.get_parameter("up.bias")]
-        found.append(torch.autograd.grad(loss_of(called(_batch())), asked))
+        weight = model.get_parameter("up.weight")
+        weight.register_hook(lambda g: g * 3)
+        weight.register_hook(lambda _: None)
+        found.append(torch.autograd.grad(loss_of(called(_batch())), [weight, model.get_parameter("up.bias")]))
     for mine, theirs in zip(*found, strict=True):
         assert isinstance(mine, DTensor)
         close(mine.full_tensor(), theirs, "gradient")
-
-
-def _penalized_loss(call: Any, model: Any) -> torch.Tensor:
-    squares: list[Any] = [p.square().sum() for p in model.parameters()]
-    penalty = torch.stack([s.full_tensor() if isinstance(s, DTensor) else s for s in squares]).sum()
-    return loss_of(call(_batch())) + penalty
 
 
 @pytest.mark.long
@@ -168,7 +166,7 @@ def test_a_hook_beside_a_penalty_outside_of_the_forward_is_called_once(how: Run)
                 called.append("called")
 
             getattr(model.get_parameter("up.weight"), kind)(hook)
-            _penalized_loss(each, model).backward()
+            (loss_of(each(_batch())) + _penalty(model)).backward()
         assert counts[0] == counts[1] == ["called"]
         pair.compare()
 
@@ -210,14 +208,6 @@ def test_a_gradient_times_a_whole_mask() -> None:
 
     pair.change(lambda model: model.get_parameter("up.weight").register_hook(masked))
     pair.train(steps=1)
-
-
-@on_ranks()
-def test_hooks_are_called_and_removed_as_in_one_process() -> None:
-    for how in (Run.SHARDED, Run.PLAIN):
-        _in_chosen_gradients(how)
-    for kind in KINDS:
-        _removed_by_itself(kind)
 
 
 @HOW

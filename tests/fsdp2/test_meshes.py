@@ -6,6 +6,7 @@ By `dp_mesh_dims`, by `ShardPlacementResult`, and by calls of their own for expe
 from __future__ import annotations
 
 import functools
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -16,9 +17,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests import long
+from tests.fsdp2.mlp import only_hooks, pair_of
 from tests.models.experts import WIDTH, MixtureOfExperts
 from tests.models.spmd import WIDTH as SPMD_WIDTH
 from tests.models.spmd import Spmd
@@ -187,3 +190,36 @@ def test_parameters_of_one_call_on_two_meshes(name: str) -> None:
     pair = WithFsdp2(_short_model, functools.partial(_shard_layers, **CASES[name]), _tokens, optimizer=sgd)
     # Compiled, AOTAutograd adds the gradients of several experts in another order.
     pair.train(pair.compiled(fullgraph=False), steps=STEPS, within=_within(1e-6, 1e-6))
+
+
+HAS_TYPES = find_spec("spmd_types") is not None and hasattr(FSDPParam, "_resolve_spmd_types_for_storage")
+
+
+@pytest.mark.optional
+@pytest.mark.skipif(not HAS_TYPES, reason="FSDP2 knows spmd_types since torch 2.14")
+@on_ranks(world_size=4)
+def test_parameters_with_spmd_types_go_by_fsdp2s_hooks() -> None:
+    import spmd_types as spmd
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+    def shard(model: Any) -> None:
+        # Both ranks of "tp" use the whole layer for tokens of their own: the sum over them is FSDP2's.
+        for parameter in model.layers[1].parameters():
+            spmd.assert_type(parameter, {mesh.get_group("tp"): spmd.R, mesh.get_group("dp"): spmd.R})
+        for module in (*model.layers, model):
+            if module is model.layers[1]:
+                fully_shard(module, mesh=mesh, dp_mesh_dims=Dims(shard="dp"))
+            else:
+                fully_shard(module, mesh=mesh["dp"])
+
+    pair = pair_of(sharded=shard)
+    for _ in range(2):
+        pair.backward()
+        grad = pair.model.layers[1].weight.grad
+        over_tp = [torch.empty_like(grad.to_local()) for _ in range(2)]
+        dist.all_gather(over_tp, grad.to_local(), mesh.get_group("tp"))
+        assert torch.equal(*over_tp)
+        pair.compare_gradients()
+        pair.zero_grad()
+    assert only_hooks(pair.model) == ["", "", "spmd_types of a parameter"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -49,12 +48,6 @@ class Normed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(torch.relu(self.norm(self.up(x)))) * self.get_buffer("scale")
-
-
-@pytest.fixture
-def world() -> Iterator[None]:
-    with fake_world(4):
-        yield
 
 
 def _sent(model: nn.Module, policy: Any, *, training: bool = True) -> list[dict[str, torch.dtype]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import fsdp_compile
 from fsdp_compile import EMA, fully_shard
 from tests.models.tensor_parallel import VOCABULARY, Llama, split
-from tests.ranks import on_ranks, run_ranks
+from tests.ranks import on_ranks
 from tests.two_sides import close, compile_eagerly, whole
 
 
@@ -115,10 +115,12 @@ def test_full_params_are_what_they_were_before() -> None:
     _assert_close(_values(model), {name: 2 * value for name, value in before.items()})
 
 
-def _checkpoints(folder: str) -> None:
+@pytest.mark.long
+@on_ranks(world_size=4)
+def test_checkpoints_are_loaded_over_other_meshes(tmp_path: Path) -> None:
     model, optimizer = _trained(_sharded(_world(2, 2)))
     saved = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
-    dcp.save(saved, checkpoint_id=folder)
+    dcp.save(saved, checkpoint_id=tmp_path)
     _step(model, optimizer)
     for shape in ((4, 1), (1, 4)):
         other = _sharded(_world(*shape), seed=1)
@@ -127,17 +129,11 @@ def _checkpoints(folder: str) -> None:
             "model": get_model_state_dict(other),
             "optimizer": get_optimizer_state_dict(other, other_optimizer),
         }
-        dcp.load(into, checkpoint_id=folder)
+        dcp.load(into, checkpoint_id=tmp_path)
         set_model_state_dict(other, into["model"])
         set_optimizer_state_dict(other, other_optimizer, into["optimizer"])
         _step(other, other_optimizer)
-        _assert_close(_values(other), _values(model))
-
-
-@pytest.mark.long
-def test_checkpoints_are_loaded_over_other_meshes() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        run_ranks(_checkpoints, folder, world_size=4)
+        _assert_close(_values(other), model)
 
 
 @pytest.mark.long

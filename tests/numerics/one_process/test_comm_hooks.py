@@ -20,7 +20,7 @@ from tests.fake_world import fake_world
 from tests.models.kinds import WIDTH, Slim, Stack
 from tests.numerics.one_process.measure import Differences, batches, train_pair
 from tests.numerics.one_process.test_mixed_precision import BF16, ByHand, train_both
-from tests.ranks import on_ranks, run_ranks
+from tests.ranks import on_ranks
 from tests.two_sides import MIXED, close, compile_eagerly, loss_of, made, mesh_of, whole
 
 
@@ -109,14 +109,23 @@ def test_torchs_hooks_are_ordinary_nodes() -> None:
             assert {message.meta["val"].dtype for message in node.all_input_nodes} == {dtype}
 
 
-def _accumulated(strategy: ShardingStrategy, *, reduce_scattered: bool) -> None:
+SUMS = [
+    (ShardingStrategy.FULL_SHARD, "set_requires_gradient_sync", 2),
+    (ShardingStrategy.HYBRID_SHARD, "set_requires_all_reduce", 4),
+    (ShardingStrategy.NO_SHARD, "set_requires_all_reduce", 4),
+]
+
+
+@long.parametrize(("strategy", "waits", "world_size"), SUMS, always=SUMS[:2])
+@on_ranks(world_size=lambda world_size, **_: world_size)
+def test_compressed_gradients_accumulate_in_their_own_dtype(
+    strategy: ShardingStrategy, waits: str, world_size: int
+) -> None:
     """A sum that bfloat16 holds, of numbers that it cannot add one by one."""
-    ranks = dist.get_world_size()
-    mesh = mesh_of((2, ranks // 2) if strategy is ShardingStrategy.HYBRID_SHARD else (ranks,))
+    mesh = mesh_of((2, world_size // 2) if strategy is ShardingStrategy.HYBRID_SHARD else (world_size,))
     model: Any = fully_shard(nn.Linear(1, 4, bias=False), mesh=mesh, sharding_strategy=strategy)
     register_comm_hook(model, default_hooks.bf16_compress_hook)
     call = compile_eagerly(model)
-    waits = "set_requires_all_reduce" if reduce_scattered else "set_requires_gradient_sync"
     gradients = [2048.0, 8.0, 8.0]
     for number, each in enumerate(gradients):
         getattr(model, waits)(number == 2)
@@ -125,17 +134,6 @@ def _accumulated(strategy: ShardingStrategy, *, reduce_scattered: bool) -> None:
     for ran in regions_of(units(model)):
         for node in (node for step in ran.steps for role in (Role.REDUCE, Role.REPLICATE) for node in step.nodes(role)):
             assert {message.meta["val"].dtype for message in node.all_input_nodes} == {BF16}
-
-
-def test_compressed_gradients_accumulate_in_their_own_dtype() -> None:
-    run_ranks(_accumulated, ShardingStrategy.FULL_SHARD, reduce_scattered=False)
-
-
-@long.parametrize(
-    "strategy", [ShardingStrategy.HYBRID_SHARD, ShardingStrategy.NO_SHARD], always=[ShardingStrategy.HYBRID_SHARD]
-)
-def test_compressed_gradients_of_replicas_accumulate_in_their_own_dtype(strategy: ShardingStrategy) -> None:
-    run_ranks(_accumulated, strategy, reduce_scattered=True, world_size=4)
 
 
 class _Either(nn.Module):
