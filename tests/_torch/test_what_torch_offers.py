@@ -22,13 +22,13 @@ from fsdp_compile.lower.inductor import KEEP_OUR_ORDER
 pytestmark = pytest.mark.core
 TESTS = Path(__file__).parents[1]
 
-_POLICIES = "fsdp2/test_policies.py::test_numbers_are_those_of_fsdp2"
+_POLICIES = "fsdp2/test_settings.py::test_numbers_of_each_policy"
 _REDUCTIONS = "fsdp2/test_settings.py::test_numbers_are_those_of_fsdp2"
 _HOOKS = "fsdp2/test_settings.py::test_such_a_unit_goes_by_hooks"
 _CASTS = "sharding/test_mixed_precision.py::test_inner_units_cast_their_inputs_by_their_own_policy"
 _PREFETCH = "numerics/one_process/test_rules.py::test_a_list_may_overtake_and_can_be_taken_back"
 _MESHES = "fsdp2/test_meshes.py::test_dimensions_of_a_whole_mesh"
-_FINALIZE = "fsdp2/test_policies.py::test_backwards_that_the_caller_ends"
+_FINALIZE = "fsdp2/test_settings.py::test_backwards_that_the_caller_ends"
 ROWS: Mapping[str, Mapping[str, str]] = {
     "MixedPrecisionPolicy": {
         "param_dtype": _POLICIES,
