@@ -198,6 +198,14 @@ def case(group: str, *, is_long: bool = False) -> Callable[[Case], Case]:
     return add
 
 
+def trained(make: Callable[[], nn.Module] = Decoder) -> WithFsdp2:
+    """After one step of the compiled model."""
+    pair = pair_of(make)
+    pair.compiled()
+    pair.train(steps=1)
+    return pair
+
+
 def whole(pair: WithFsdp2) -> Any:
     return pair.compiled() if pair.call is pair.model else pair.call
 

@@ -31,6 +31,7 @@ from fsdp_compile.errors import RankFailedError, UnsupportedModelError
 from fsdp_compile.lower.compiled_step import CompiledStep
 from fsdp_compile.optim.step_in_backward import step_in_backward
 from tests.fake_world import fake_world
+from tests.fsdp2.test_plain import Recurrent
 from tests.models.kinds import WIDTH, Slim
 from tests.ranks import on_ranks
 from tests.two_sides import WithFsdp2, compile_eagerly, loss_of, made, shard_blocks, unique_graphs
@@ -382,17 +383,6 @@ def test_dynamo_looks_at_one_tensor_per_unit_and_at_nothing_per_parameter() -> N
         assert more["GuardManager"] <= 16, "the module, its dict and values in it; FSDP2's hooks and their dicts"
 
 
-class _Recurrent(nn.Module):
-    """Dynamo leaves its forward to Python."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.LSTM(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.cell(x)[0]
-
-
 @pytest.fixture
 def _frozen_later() -> object:
     yield
@@ -431,10 +421,10 @@ def test_an_optimizer_from_before_follows_its_parameters() -> None:
 @pytest.mark.usefixtures("_frozen_later")
 def test_a_model_whose_forward_dynamo_leaves_to_python_is_found() -> None:
     with fake_world(2):
-        model = _Recurrent()
+        model = Recurrent()
         compiled = torch.compile(model, backend="fsdp", options={"lower": "eager"})
         gc.freeze()
-        compiled(torch.ones(2, 3, 4)).sum().backward()
+        compiled(torch.ones(2, 3, 6)).sum().backward()
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
         assert all(isinstance(parameter.grad, DTensor) for parameter in model.parameters())
 

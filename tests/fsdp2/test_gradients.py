@@ -113,20 +113,17 @@ def test_hooks_are_called_and_removed_as_in_one_process(kind: str) -> None:
         counts.append(called)
         handles: list[RemovableHandle] = []
 
-        def once(_: torch.Tensor, called: list[str] = called, handles: list[RemovableHandle] = handles) -> None:
-            called.append("once")
-            for handle in handles:
-                handle.remove()
+        def hook(name: str, called: list[str] = called, handles: list[RemovableHandle] = handles) -> Any:
+            def noted(_: torch.Tensor) -> None:
+                called.append(name)
+                for handle in handles if name == "once" else ():
+                    handle.remove()
 
-        def removed(_: torch.Tensor, called: list[str] = called) -> None:
-            called.append("removed")
-
-        def always(_: torch.Tensor, called: list[str] = called) -> None:
-            called.append("always")
+            return noted
 
         register = getattr(model.get_parameter("up.weight"), kind)
-        handles += [register(once), register(removed)]
-        register(always)
+        handles += [register(hook("once")), register(hook("removed"))]
+        register(hook("always"))
         for _ in range(2):
             _backward(each)
     assert counts[0] == counts[1] == ["once", "removed", "always", "always"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import copy
 import types
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +23,7 @@ from tests.models.kinds import Stack
 from tests.models.unusual import KINDS
 from tests.numerics.one_process.measure import train_pair
 from tests.ranks import on_ranks
-from tests.two_sides import Run, WithOneProcess, compile_eagerly
+from tests.two_sides import Run, WithOneProcess, close, compile_eagerly, made, whole
 
 Change = Callable[[nn.Linear], object]
 
@@ -40,9 +39,7 @@ class _Student(nn.Module):
 
 
 def _models() -> tuple[_Student, _Student]:
-    torch.manual_seed(0)
-    student = _Student(nn.Linear(6, 6))
-    plain = copy.deepcopy(student)
+    student, plain = (made(lambda: _Student(nn.Linear(6, 6))) for _ in range(2))
     fully_shard(student.others[0])
     fully_shard(student)
     return student, plain
@@ -61,8 +58,7 @@ def _train(student: _Student, call: Any, plain: _Student) -> None:
             optimizer.step()
             optimizer.zero_grad()
     for mine, theirs in zip(student.others[0].parameters(), plain.others[0].parameters(), strict=True):
-        assert isinstance(mine, DTensor)
-        torch.testing.assert_close(mine.full_tensor(), theirs.data)
+        close(whole(mine), theirs, "parameter")
 
 
 @on_ranks()

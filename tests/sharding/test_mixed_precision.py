@@ -29,25 +29,10 @@ from tests import long
 from tests.fake_world import fake_world
 from tests.models.kinds import WIDTH
 from tests.ranks import on_ranks
-from tests.sharding.models import Block, Model, made
+from tests.sharding.models import Block, Model, Normed, made
 from tests.two_sides import compile_eagerly
 
 BF16 = torch.bfloat16
-
-
-class Normed(nn.Module):
-    """Linear layers, a batch norm between them, and buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, WIDTH)
-        self.norm = nn.BatchNorm1d(WIDTH)
-        self.down = nn.Linear(WIDTH, 5)
-        self.register_buffer("scale", torch.linspace(0.9, 1.1, 5))
-        self.register_buffer("count", torch.tensor(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.relu(self.norm(self.up(x)))) * self.get_buffer("scale")
 
 
 def _sent(model: nn.Module, policy: Any, *, training: bool = True) -> list[dict[str, torch.dtype]]:

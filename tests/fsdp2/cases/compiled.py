@@ -33,6 +33,7 @@ from tests.fsdp2.decoder import (
     gathered_by_hooks,
     pair_of,
     through_a_function,
+    trained,
     trains,
     uncompiled,
     whole,
@@ -90,11 +91,11 @@ def block_of_a_model() -> None:
 @case("compiled", is_long=True)
 def evaluated_between() -> None:
     pair = pair_of()
-    compiled = pair.compiled()
+    pair.compiled()
     for _ in range(2):
-        pair.train(compiled, steps=1)
+        pair.train(steps=1)
         pair.change(lambda model: model.eval())
-        for ours in (compiled, pair.model):
+        for ours in (pair.call, pair.model):
             with torch.no_grad():
                 assert torch.equal(ours(batch(9)), pair.reference(batch(9)))
             with torch.inference_mode():
@@ -105,13 +106,13 @@ def evaluated_between() -> None:
 @case("compiled", is_long=True)
 def beyond_the_recompile_limit() -> None:
     pair = pair_of()
-    compiled = pair.compiled(fullgraph=False)
+    pair.compiled(fullgraph=False)
     with torch._dynamo.config.patch(recompile_limit=1):
-        pair.train(compiled, steps=1)
+        pair.train(steps=1)
         for length in (3, 4, 6):
             with torch.no_grad():
-                assert torch.equal(compiled(batch(0, (1, length))), pair.reference(batch(0, (1, length))))
-    pair.train(compiled, steps=1, within=REDUCED_TWICE)
+                assert torch.equal(pair.call(batch(0, (1, length))), pair.reference(batch(0, (1, length))))
+    pair.train(steps=1, within=REDUCED_TWICE)
 
 
 # Settings of FSDP2.
@@ -132,16 +133,14 @@ trains("settings", "frozen_parameters", prepare=_freeze, is_long=True)
 
 @case("settings")
 def frozen_and_thawed() -> None:
-    pair = pair_of()
-    compiled = pair.compiled()
-    pair.train(compiled, steps=1)
+    pair = trained()
     for each in pair:
         each.blocks[0].requires_grad_(requires_grad=False)
         each.blocks[1].a.weight.requires_grad_(requires_grad=False)
-    pair.train(compiled, steps=1)
+    pair.train(steps=1)
     for each in pair:
         each.blocks[0].requires_grad_(requires_grad=True)
-    pair.train(compiled, steps=1)
+    pair.train(steps=1)
     pair.train(pair.model, steps=1)
 
 
@@ -164,20 +163,18 @@ def frozen_for_a_microbatch() -> None:
 
 @case("state")
 def loaded_between_steps() -> None:
-    pair = pair_of()
-    compiled = pair.compiled()
-    pair.train(compiled, steps=1)
+    pair = trained()
     saved = {key: value.clone() for key, value in pair.model.state_dict().items()}
-    pair.train(compiled, steps=1)
+    pair.train(steps=1)
     pair.change(lambda model: model.load_state_dict(saved))
-    pair.train(compiled, steps=1)
+    pair.train(steps=1)
     pair.change(lambda model: model.load_state_dict({key: value.clone() for key, value in saved.items()}, assign=True))
     pair.optimizers.clear()
-    pair.train(compiled)
+    pair.train()
     for each in pair:
         for parameter in each.parameters():
             parameter.data = parameter.data * 0.9
-    pair.train(compiled, steps=1)
+    pair.train(steps=1)
     pair.train(pair.model, steps=1)
 
 
@@ -226,15 +223,13 @@ trains("state", "read_in_a_forward", _Reads)
 
 @case("changes")
 def swapped_tensors() -> None:
-    pair = pair_of()
-    compiled = pair.compiled()
-    pair.train(compiled, steps=1)
+    pair = trained()
     for each in pair:
         parameter = each.blocks[0].a.weight
         torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach() * 2))
         each.load_state_dict(each.state_dict())
     if dist.get_rank() >= 0:
-        for ours in (compiled, pair.model):
+        for ours in (pair.call, pair.model):
             pair.zero_grad()
             cross_entropy(ours, batch(1)).backward()
             assert pair.model.blocks[0].a.weight.grad is not None
@@ -273,19 +268,19 @@ def accumulated() -> None:
 @case("gradients")
 def reduced_in_each_microbatch() -> None:
     pair = pair_of()
-    compiled = pair.compiled()
+    pair.compiled()
     for _ in range(3):
-        pair.backward(compiled)
+        pair.backward()
     pair.compare_gradients()
 
 
 @case("gradients")
 def clipped() -> None:
     pair = pair_of()
-    compiled = pair.compiled()
+    pair.compiled()
     pair.optimize()
     for _ in range(2):
-        pair.backward(compiled)
+        pair.backward()
         a, b = (nn.utils.clip_grad_norm_(each.parameters(), 0.1) for each in pair)
         assert isinstance(a, DTensor)
         assert isinstance(b, DTensor)
@@ -304,14 +299,14 @@ def unused_parameters() -> None:
             self.unused = nn.Linear(WIDTH, WIDTH)
 
     pair = pair_of(Unused)
-    compiled = pair.compiled()
-    pair.train(compiled)
-    pair.backward(compiled)
+    pair.compiled()
+    pair.train()
+    pair.backward()
     pair.compare_gradients()
     assert pair.model.unused.weight.grad is None
     pair.zero_grad()
     with torch.autograd.graph.save_on_cpu():
-        loss = cross_entropy(compiled, batch(0))
+        loss = cross_entropy(pair.call, batch(0))
     loss.backward()
     cross_entropy(pair.reference, batch(0)).backward()
     pair.compare_gradients()
@@ -357,7 +352,7 @@ def hooks_of_parameters() -> None:
 @case("gradients", is_long=True)
 def optimizer_in_hooks() -> None:
     pair = pair_of()
-    compiled = pair.compiled()
+    pair.compiled()
     optimizers = {p: torch.optim.SGD([p], 0.1) for p in pair.model.parameters()}
 
     def update(parameter: torch.Tensor) -> None:
@@ -368,7 +363,7 @@ def optimizer_in_hooks() -> None:
         parameter.register_post_accumulate_grad_hook(update)
     other = torch.optim.SGD(pair.reference.parameters(), 0.1)
     for _ in range(2):
-        pair.backward(compiled)
+        pair.backward()
         other.step()
         other.zero_grad()
     pair.compare_parameters()

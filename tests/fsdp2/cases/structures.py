@@ -27,6 +27,7 @@ from tests.fsdp2.decoder import (
     gathered_by_hooks,
     in_parts,
     pair_of,
+    trained,
     trains,
     uncompiled,
     whole,
@@ -169,9 +170,7 @@ def forward_methods() -> None:
         def score(self, tokens: torch.Tensor) -> torch.Tensor:
             return self.norm(self.embedding(tokens)).sum()
 
-    pair = pair_of(Generates)
-    compiled = pair.compiled()
-    pair.train(compiled, steps=1)
+    pair = trained(Generates)
     for each in pair:
         register_fsdp_forward_method(each, "score")
     with torch.no_grad():
@@ -179,7 +178,7 @@ def forward_methods() -> None:
     pair.reference.reshard()
     assert torch.equal(pair.model.score(batch(1)), pair.reference.score(batch(1)))
     pair.change(lambda model: model.reshard())
-    pair.train(compiled, steps=1)
+    pair.train(steps=1)
 
 
 # Batches that differ by rank.

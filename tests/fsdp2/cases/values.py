@@ -27,6 +27,7 @@ from tests.fsdp2.decoder import (
     in_parts,
     pair_of,
     through_a_function,
+    trained,
     trains,
     uncompiled,
     with_blocks,
@@ -44,15 +45,13 @@ def units_gathered(step: StepGraph) -> set[str]:
 
 @case("unshard")
 def before_a_compiled_forward() -> None:
-    pair = pair_of()
-    compiled = pair.compiled()
-    pair.train(compiled, steps=1)
+    pair = trained()
     with forward_graphs() as graphs:
         for _ in (1, 2):
             for each in pair:
                 each.unshard(async_op=True)
                 each.blocks[0].unshard()
-            pair.train(compiled, steps=1)
+            pair.train(steps=1)
     assert len(graphs) == 1, len(graphs)
     taken = [require(n) for n in graphs[0].graph.find_nodes(op="placeholder") if role_of(n) is Role.UNSHARDED_PARAM]
     assert {record.unit for record in taken} == {"(root)", "blocks.0"}, taken
@@ -61,7 +60,7 @@ def before_a_compiled_forward() -> None:
     assert units is not None
     assert not any(group.gathered for group in units.groups)
     with forward_graphs() as graphs:
-        pair.train(compiled, steps=1)
+        pair.train(steps=1)
         pair.train(pair.model, steps=1)
     assert not graphs
 
@@ -69,39 +68,35 @@ def before_a_compiled_forward() -> None:
 @case("unshard", is_long=True)
 def before_the_first_forward() -> None:
     pair = pair_of()
-    compiled = pair.compiled()
+    pair.compiled()
     for _ in range(3):
         for each in pair:
             each.unshard(async_op=True)
             each.blocks[0].unshard(async_op=True)
-        pair.train(compiled, steps=1)
+        pair.train(steps=1)
 
 
 @case("unshard", is_long=True)
 def before_an_evaluation() -> None:
-    pair = pair_of()
-    compiled = pair.compiled()
-    pair.train(compiled, steps=1)
+    pair = trained()
     for _ in range(2):
         pair.change(lambda model: model.unshard())
         with torch.no_grad():
-            assert torch.equal(compiled(batch(9)), pair.reference(batch(9)))
+            assert torch.equal(pair.call(batch(9)), pair.reference(batch(9)))
     pair.reference.reshard()
-    pair.train(compiled, steps=1)
+    pair.train(steps=1)
 
 
 @case("unshard")
 def and_reshard() -> None:
-    pair = pair_of()
-    compiled = pair.compiled()
-    pair.train(compiled, steps=1)
+    pair = trained()
     for each in pair:
         each.unshard()
         each.blocks[1].unshard()
         each.reshard()
         each.blocks[1].reshard()
     assert all(isinstance(p, DTensor) for p in pair.model.parameters())
-    pair.train(compiled, steps=1)
+    pair.train(steps=1)
     pair.change(lambda model: model.unshard())
     pair.train(pair.model, steps=1)
 
@@ -173,12 +168,10 @@ def around_compiled_blocks() -> None:
 
 @case("functional_call")
 def of_sharded_values() -> None:
-    pair = pair_of()
-    compiled = pair.compiled()
-    pair.train(compiled, steps=1)
+    pair = trained()
     sharded = {f"_orig_mod.{name}": p.detach() * 2 for name, p in pair.model.named_parameters()}
     with pytest.raises(UnsupportedModelError, match=r"full_tensor\(\)"):
-        torch.func.functional_call(compiled, sharded, (batch(0),))
+        torch.func.functional_call(pair.call, sharded, (batch(0),))
 
 
 class _Halved(Block):

@@ -36,20 +36,12 @@ class Strategy:
     reshard: bool
 
 
+ONE_RANK = {"full": Strategy(1, reshard=True), "ZeRO-2": Strategy(1, reshard=False)}
+HYBRID = {"hybrid": Strategy(2, reshard=True), "hybrid ZeRO-2": Strategy(2, reshard=False)}
 STRATEGIES = {
-    1: {"full": Strategy(1, reshard=True), "ZeRO-2": Strategy(1, reshard=False)},
-    2: {
-        "full": Strategy(1, reshard=True),
-        "ZeRO-2": Strategy(1, reshard=False),
-        "replicated": Strategy(2, reshard=True),
-    },
-    4: {
-        "full": Strategy(1, reshard=True),
-        "ZeRO-2": Strategy(1, reshard=False),
-        "hybrid": Strategy(2, reshard=True),
-        "hybrid ZeRO-2": Strategy(2, reshard=False),
-        "replicated": Strategy(4, reshard=True),
-    },
+    1: ONE_RANK,
+    2: {**ONE_RANK, "replicated": Strategy(2, reshard=True)},
+    4: {**ONE_RANK, **HYBRID, "replicated": Strategy(4, reshard=True)},
 }
 """By number of ranks."""
 

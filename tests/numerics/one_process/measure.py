@@ -25,6 +25,18 @@ def adamw_with_eps(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=LEARNING_RATE, eps=EPS)
 
 
+class OneOfTwo(nn.Module):
+    """Reads one of two layers."""
+
+    def __init__(self, inputs: int = 6, outputs: int = 6, *, bias: bool = True) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Linear(inputs, outputs, bias=bias) for _ in range(2))
+        self.chosen = "first"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return getattr(self, self.chosen)(x)
+
+
 Prepare = Callable[[nn.Module], object]
 
 

@@ -23,7 +23,7 @@ from fsdp_compile.ir.graph import Role
 from fsdp_compile.lower.region import regions_of
 from tests import long
 from tests.models.kinds import GraphBreaks, Slim, Stack
-from tests.numerics.one_process.measure import batches, gradient_difference
+from tests.numerics.one_process.measure import OneOfTwo, batches, gradient_difference
 from tests.ranks import on_ranks
 from tests.two_sides import (
     Run,
@@ -191,25 +191,13 @@ def test_nothing_is_lost_and_nothing_counts_twice() -> None:
     assert {name: value for name, value in found.items() if not value < CLOSE} == {}
 
 
-class Branching(nn.Module):
-    """Reads one of two layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.head = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 3)
-        self.chosen = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head((self.first if self.chosen == 0 else self.second)(x))
-
-
 @long.parametrize("held", [True, False], always=[False])
 @on_ranks()
 def test_a_parameter_that_the_last_microbatch_does_not_use_gets_what_was_held(*, held: bool) -> None:
     """And its gradient stays where it was reduced before."""
-    pair = make_pair(Branching)
+    pair = make_pair(lambda: OneOfTwo(32, 32))
     (hold if held else WithOneProcess.backward)(pair)
-    pair.change(lambda model: setattr(model, "chosen", 1))
+    pair.change(lambda model: setattr(model, "chosen", "second"))
     pair.backward()
     assert close(pair)
 

@@ -19,6 +19,7 @@ from fsdp_compile import fully_shard, no_sync, units
 from tests import long
 from tests.fake_world import fake_world
 from tests.models.outlines import Small
+from tests.numerics.one_process.measure import OneOfTwo
 from tests.ranks import on_ranks
 from tests.two_sides import WithOneProcess, compare_gradients, compile_eagerly, loss_of
 
@@ -126,24 +127,12 @@ def _adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.1, eps=1e-3, weight_decay=0.5)
 
 
-class _Branches(nn.Module):
-    """Two layers in one unit, of which a forward uses one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Linear(6, 6), nn.Linear(6, 6)
-        self.chosen = "left"
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.left(x) if self.chosen == "left" else self.right(x)
-
-
 @on_ranks()
 def test_parameters_that_are_left_out_have_no_gradient() -> None:
     for hooks in (_copying, save_on_cpu):
-        pair = WithOneProcess(_Branches, optimizer=_adamw, loss=functools.partial(_loss, hooks))
+        pair = WithOneProcess(OneOfTwo, optimizer=_adamw, loss=functools.partial(_loss, hooks))
         assert len(units(pair.model)) == 1
-        for chosen in ("left", "right", "left"):
+        for chosen in ("first", "second", "first"):
             pair.change(lambda model: setattr(model, "chosen", chosen))  # noqa: B023  runs at once
             pair.train(steps=1)
 

@@ -18,7 +18,7 @@ from fsdp_compile.lower.region import regions_of
 from tests import long
 from tests.fake_world import fake_world
 from tests.models.kinds import WIDTH, Slim, Stack
-from tests.numerics.one_process.measure import Differences, batches, train_pair
+from tests.numerics.one_process.measure import Differences, OneOfTwo, batches, train_pair
 from tests.numerics.one_process.test_mixed_precision import BF16, ByHand, train_both
 from tests.ranks import on_ranks
 from tests.two_sides import MIXED, close, compile_eagerly, loss_of, made, mesh_of, whole
@@ -136,31 +136,21 @@ def test_compressed_gradients_accumulate_in_their_own_dtype(
             assert {message.meta["val"].dtype for message in node.all_input_nodes} == {BF16}
 
 
-class _Either(nn.Module):
-    """Uses one of two layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = nn.Linear(1, 4, bias=False), nn.Linear(1, 4, bias=False)
-
-    def forward(self, x: torch.Tensor, *, one: bool) -> torch.Tensor:
-        return (self.one if one else self.other)(x)
-
-
 @pytest.mark.long
 @on_ranks()
 def test_what_no_microbatch_reduces_is_compressed_at_the_end() -> None:
     """The microbatch that reduces does not use a layer: its gradients are reduced at the end of the backward."""
-    model: Any = _Either()
-    for module in (model.one, model.other, model):
+    model: Any = OneOfTwo(1, 4, bias=False)
+    for module in (model.first, model.second, model):
         fully_shard(module)
     register_comm_hook(model, default_hooks.bf16_compress_hook)
     call = compile_eagerly(model)
     with no_sync(model):
         for each in (2048.0, 8.0, 8.0):
-            call(torch.full((1, 1), each), one=True).sum().backward()
-    call(torch.ones(1, 1), one=False).sum().backward()
-    assert model.one.weight.grad.full_tensor().flatten().tolist() == [2064.0] * 4
+            call(torch.full((1, 1), each)).sum().backward()
+    model.chosen = "second"
+    call(torch.ones(1, 1)).sum().backward()
+    assert model.first.weight.grad.full_tensor().flatten().tolist() == [2064.0] * 4
 
 
 @pytest.mark.long

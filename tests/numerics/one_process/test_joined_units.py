@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,10 +20,10 @@ from fsdp_compile.cost.communicate import Kind
 from fsdp_compile.cost.hardware import Quantity, hardware
 from fsdp_compile.explain.plan import Plan
 from tests.fake_world import fake_world
-from tests.models.kinds import WIDTH, Slim, Stack, Tied
+from tests.models.kinds import WIDTH, Slim, Stack
 from tests.models.round_sizes import Stack as Wide
 from tests.models.round_sizes import on_meta
-from tests.numerics.one_process.measure import Prepare, batches, train_pair
+from tests.numerics.one_process.measure import batches, train_pair
 from tests.ranks import on_ranks
 from tests.two_sides import compile_eagerly, loss_of, mesh_of, shard_blocks, share
 
@@ -51,18 +51,6 @@ def _trained(bucket_mb: float) -> list[torch.Tensor]:
 @on_ranks()
 def test_sharing_collectives_changes_no_bit_on_two_ranks() -> None:
     assert all(map(torch.equal, _trained(0), _trained(10)))
-
-
-def _keep_for_backward(model: torch.nn.Module) -> None:
-    fully_shard(model, reshard_after_forward=False)
-
-
-@pytest.mark.long
-@pytest.mark.core
-@pytest.mark.parametrize(("make", "prepare"), [(Tied, None), (Stack, _keep_for_backward)], ids=["tied", "kept"])
-@on_ranks()
-def test_sharing_collectives_changes_no_number(make: Callable[[], torch.nn.Module], prepare: Prepare | None) -> None:
-    train_pair(make, prepare=prepare, options={"bucket_mb": "auto"})
 
 
 @pytest.mark.long

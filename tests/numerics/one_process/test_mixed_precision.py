@@ -23,6 +23,7 @@ from tests import long
 from tests.models.kinds import WIDTH, Slim, Stack
 from tests.numerics.one_process.measure import batches
 from tests.ranks import on_ranks
+from tests.sharding.models import Normed
 from tests.two_sides import (
     MIXED,
     WithOneProcess,
@@ -37,22 +38,6 @@ from tests.two_sides import (
 )
 
 BF16 = torch.bfloat16
-
-
-class Normed(nn.Module):
-    """Linear layers, a batch norm between them, and a buffer that scales."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, WIDTH)
-        self.norm = nn.BatchNorm1d(WIDTH)
-        self.down = nn.Linear(WIDTH, 5)
-        self.register_buffer("scale", torch.linspace(0.9, 1.1, 5))
-        self.register_buffer("count", torch.tensor(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen = (x.dtype, self.scale.dtype)
-        return self.down(torch.relu(self.norm(self.up(x)))) * self.scale
 
 
 @dataclasses.dataclass(frozen=True)

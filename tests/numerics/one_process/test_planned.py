@@ -44,13 +44,6 @@ from tests.two_sides import MIXED, WithFsdp2, mesh_of, sgd, share
 SLOW = hardware("cpu", 0.01)
 
 
-@pytest.mark.core
-@long.parametrize("name", ["stack", "odd-shapes", "tied", "repeated"], always=["tied"])
-@on_ranks()
-def test_kind(name: str) -> None:
-    train_pair(KINDS[name], clip=0.5, options={"prefetch": "auto"})
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=["full", "hybrid"])
 @on_ranks(world_size=4)
