@@ -84,24 +84,18 @@ def _alive() -> dict[str, int]:
 _EACH_WAY = [(settings, by_layer, False) for settings in _WAYS for by_layer in (False, True)]
 
 
-@pytest.mark.parametrize(("settings", "by_layer", "compiled"), [*_EACH_WAY, ({}, False, True)])
-def test_a_model_dies_with_its_last_reference(settings: dict[str, Any], *, by_layer: bool, compiled: bool) -> None:
+@pytest.mark.parametrize(("settings", "by_layer", "compiled"), [*_EACH_WAY, ({}, False, True), (None, False, True)])
+def test_a_model_dies_with_its_last_reference(
+    *, settings: dict[str, Any] | None, by_layer: bool, compiled: bool
+) -> None:
+    """Without settings: a container, which the backend shards."""
     with fake_world(2):
-        model = _sharded(by_layer=by_layer, **settings)
+        plain = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+        model = plain if settings is None else _sharded(by_layer=by_layer, **settings)
+        del plain
         _train(model, compiled=compiled)
         references = _what_dies_with(model)
         del model
-        assert _left(references) == []
-
-
-def test_a_compiled_container_dies_with_its_last_reference() -> None:
-    torch._dynamo.reset()
-    with fake_world(2):
-        model = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
-        _train(model, compiled=True)
-        references = _what_dies_with(model)
-        del model
-        torch._dynamo.reset()
         assert _left(references) == []
 
 

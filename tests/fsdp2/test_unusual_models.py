@@ -363,6 +363,8 @@ def test_compiled_code_takes_a_gathered_parameter() -> None:
             model.zero_grad()
 
 
+# Models of tests/models/unusual.py, and first calls.
+
 LEFT_TO_PYTHON = ("recurrent", "recurrent-first", "experts")
 """No frame of these reaches the backend: they have to be sharded before."""
 

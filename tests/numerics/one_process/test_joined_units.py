@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from fsdp_compile.comm.groups import rank_store
 from fsdp_compile.cost.communicate import Kind
 from fsdp_compile.cost.hardware import Quantity, hardware
 from fsdp_compile.explain.plan import Plan
-from tests.fake_world import fake_world
 from tests.models.kinds import WIDTH, Slim, Stack
 from tests.models.round_sizes import Stack as Wide
 from tests.models.round_sizes import on_meta
@@ -110,6 +108,9 @@ def test_each_layout_is_taken_where_it_is_cheaper_and_changes_no_number() -> Non
         assert all((1 in found[kind]) == is_apart for kind in (Kind.GATHER, Kind.REDUCE))
 
 
+# A group of its own for reductions.
+
+
 def _groups(plan: Plan) -> dict[Kind, set[str]]:
     found: dict[Kind, set[str]] = {}
     for graph in plan.graphs:
@@ -138,12 +139,6 @@ def test_two_groups_train_to_the_numbers_of_one_process_under_names_that_all_ran
         everywhere: list[Any] = [None] * 4
         dist.all_gather_object(everywhere, groups)
         assert everywhere == [groups] * 4
-
-
-@pytest.fixture
-def world() -> Iterator[None]:
-    with fake_world(2):
-        yield
 
 
 def _reduced_over(model: Any) -> set[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,7 +22,6 @@ from fsdp_compile.verify.check import complaints
 from fsdp_compile.verify.facts import Limits
 from tests import long
 from tests.delayed_copies import ON_SUCH_A_HOST, host_apart
-from tests.fake_world import fake_world
 from tests.models.graphs import MODELS
 from tests.models.kinds import KINDS, WIDTH, StackOfThree
 from tests.models.round_sizes import Stack, on_meta
@@ -163,6 +162,8 @@ def test_by_default_a_schedule_is_planned() -> None:
     assert "delay-weight-gradients" not in [one.name for one in passes(FSDPOptions(memory_budget_gb=1))]
 
 
+# Lists of modules to prefetch, by FSDP2's methods.
+
 Starts = list[tuple[str, int, int]]
 """Unit, position of the start of its gather, position of its wait, in the order of the starts."""
 
@@ -213,12 +214,6 @@ def test_named_units_start_where_the_module_that_names_them_is_used_however_othe
     ):
         assert [unit for unit in _names(starts) if unit in named] == named
         assert all(_between_wait_and_wait(starts, unit, by) for unit in named)
-
-
-@pytest.fixture
-def world() -> Iterator[None]:
-    with fake_world(2):
-        yield
 
 
 def _step(model: nn.Module, **options: Any) -> nn.Module:
