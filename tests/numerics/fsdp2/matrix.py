@@ -119,20 +119,5 @@ def covering() -> list[Combination]:
     return sorted(chosen, key=lambda one: one.world_size)
 
 
-def each_value_once(among: list[Combination]) -> list[Combination]:
-    """A part of some combinations in which every value occurs that occurs in them, most on two ranks."""
-    missing = {value for one in among for value in _values(one)}
-    chosen = []
-    while missing:
-        best = max(among, key=lambda one: (len(missing & set(_values(one))), one.world_size == 2, one.world_size))
-        chosen.append(best)
-        missing -= set(_values(best))
-    return chosen
-
-
-def _values(one: Combination) -> list[tuple[str, object]]:
-    return [(field.name, getattr(one, field.name)) for field in dataclasses.fields(one)]
-
-
 def _pairs(one: Combination) -> set[tuple[tuple[str, object], ...]]:
-    return set(itertools.combinations(_values(one), 2))
+    return set(itertools.combinations(dataclasses.asdict(one).items(), 2))
