@@ -169,14 +169,14 @@ def through_a_function(pair: WithFsdp2) -> tuple[Any, Loss]:
 
 
 @contextlib.contextmanager
-def forward_graphs() -> Iterator[list[StepGraph]]:
-    """The forward graphs that are compiled in the block."""
+def compiled_graphs(*phases: Phase) -> Iterator[list[StepGraph]]:
+    """The graphs of some phases that are compiled in the block, after their passes."""
     found: list[StepGraph] = []
     transform = backend.transform
 
     def noted(step: StepGraph, *args: Any, **kwargs: Any) -> Any:
         made = transform(step, *args, **kwargs)
-        if step.phase is Phase.FORWARD:
+        if step.phase in phases:
             found.append(step)
         return made
 
@@ -207,10 +207,12 @@ def trained(make: Callable[[], nn.Module] = Decoder) -> WithFsdp2:
 
 
 def whole(pair: WithFsdp2) -> Any:
+    """The model, compiled into one graph."""
     return pair.compiled() if pair.call is pair.model else pair.call
 
 
 def in_parts(pair: WithFsdp2) -> Any:
+    """The model, compiled into as many graphs as its breaks make."""
     return pair.compiled(fullgraph=False) if pair.call is pair.model else pair.call
 
 

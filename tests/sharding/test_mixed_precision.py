@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 from typing import Any, NamedTuple
-from unittest import mock
 
 import pytest
 import torch
@@ -19,14 +18,15 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.rnn import pack_sequence
 
-from fsdp_compile import ConfigError, MixedPrecision, backend, fully_shard, materialize
+from fsdp_compile import ConfigError, MixedPrecision, fully_shard, materialize
 from fsdp_compile._torch import fully_shard_calls as private
 from fsdp_compile._torch.distributed import cast
 from fsdp_compile.config.policy import as_mixed_precision
-from fsdp_compile.ir.graph import Role, StepGraph
+from fsdp_compile.ir.graph import Phase, Role
 from fsdp_compile.sharding.arguments import ShardingSettings
 from tests import long
 from tests.fake_world import fake_world
+from tests.fsdp2.decoder import compiled_graphs
 from tests.models.kinds import WIDTH
 from tests.ranks import on_ranks
 from tests.sharding.models import Block, Model, Normed, made
@@ -37,15 +37,7 @@ BF16 = torch.bfloat16
 
 def _sent(model: nn.Module, policy: Any, *, training: bool = True) -> list[dict[str, torch.dtype]]:
     """By graph: parameter to the dtype in which it is gathered, then to that in which its gradient is reduced."""
-    steps: list[StepGraph] = []
-    transform = backend.transform
-
-    def noted(step: StepGraph, *args: Any, **kwargs: Any) -> Any:
-        made = transform(step, *args, **kwargs)
-        steps.append(step)
-        return made
-
-    with fake_world(4), mock.patch.object(backend, "transform", noted), torch.set_grad_enabled(training):
+    with fake_world(4), compiled_graphs(*Phase) as steps, torch.set_grad_enabled(training):
         output = compile_eagerly(fully_shard(model, mp_policy=policy))(torch.ones(4, WIDTH))
         if training:
             output.sum().backward()

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 import fsdp_compile
+from fsdp_compile.ir.graph import Phase
 from tests.fsdp2.decoder import (
     WIDTH,
     Block,
@@ -23,7 +24,7 @@ from tests.fsdp2.decoder import (
     Tied,
     batch,
     case,
-    forward_graphs,
+    compiled_graphs,
     gathered_by_hooks,
     in_parts,
     pair_of,
@@ -51,7 +52,7 @@ def containers_of_torch() -> None:
     for in_place in (False, True):
         pair = pair_of(_make_sequential, sharded=_shard_sequential)
         compile_in_place(pair.model)
-        with forward_graphs() as graphs, gathered_by_hooks() as hooked:
+        with compiled_graphs(Phase.FORWARD) as graphs, gathered_by_hooks() as hooked:
             pair.train(pair.model if in_place else compile_eagerly(pair.model))
         if in_place and torch.__version__.startswith("2.11"):  # which starts no graph there: FSDP2 has run it
             assert not graphs

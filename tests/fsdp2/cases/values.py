@@ -16,13 +16,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.fsdp2.take_over import model_of
-from fsdp_compile.ir.graph import Role, StepGraph, require, role_of
+from fsdp_compile.ir.graph import Phase, Role, StepGraph, require, role_of
 from tests.fsdp2.decoder import (
     Block,
     Decoder,
     batch,
     case,
-    forward_graphs,
+    compiled_graphs,
     gathered_by_hooks,
     in_parts,
     pair_of,
@@ -46,7 +46,7 @@ def units_gathered(step: StepGraph) -> set[str]:
 @case("unshard")
 def before_a_compiled_forward() -> None:
     pair = trained()
-    with forward_graphs() as graphs:
+    with compiled_graphs(Phase.FORWARD) as graphs:
         for _ in (1, 2):
             for each in pair:
                 each.unshard(async_op=True)
@@ -59,7 +59,7 @@ def before_a_compiled_forward() -> None:
     units = model_of(pair.model)
     assert units is not None
     assert not any(group.gathered for group in units.groups)
-    with forward_graphs() as graphs:
+    with compiled_graphs(Phase.FORWARD) as graphs:
         pair.train(steps=1)
         pair.train(pair.model, steps=1)
     assert not graphs

@@ -59,7 +59,7 @@ def hold(pair: WithOneProcess) -> None:
         pair.backward()
 
 
-def close(pair: WithOneProcess) -> bool:
+def is_close(pair: WithOneProcess) -> bool:
     return gradient_difference(*pair) < CLOSE
 
 
@@ -78,7 +78,7 @@ def test_gradients_wait_for_the_next_backward_that_reduces(*, reshard: bool) -> 
         hold(pair)
         assert gradients_are_none(pair.model)
         pair.backward()
-        assert close(pair)
+        assert is_close(pair)
         pair.update()
         assert step == 0 or unique_graphs() == compiled
 
@@ -127,7 +127,7 @@ def test_no_sync_leaves_gradients_as_they_were() -> None:
     assert len(before) > 0
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     pair.backward()
-    assert close(pair)
+    assert is_close(pair)
 
 
 @pytest.mark.core
@@ -199,7 +199,7 @@ def test_a_parameter_that_the_last_microbatch_does_not_use_gets_what_was_held(*,
     (hold if held else WithOneProcess.backward)(pair)
     pair.change(lambda model: setattr(model, "chosen", "second"))
     pair.backward()
-    assert close(pair)
+    assert is_close(pair)
 
 
 def test_what_is_no_model_is_refused_by_name() -> None:
@@ -298,7 +298,7 @@ def test_a_planned_schedule_holds_and_reduces_in_part(world_size: int) -> None:
     for sums_all in (False, True):
         pair.call.set_requires_all_reduce(sums_all)
         pair.backward()
-    assert close(pair)
+    assert is_close(pair)
 
 
 @on_ranks()
@@ -312,7 +312,7 @@ def test_reshard_after_forward_can_be_changed_between_steps() -> None:
             pair.backward()
             pair.backward()
         pair.backward()
-        assert close(pair)
+        assert is_close(pair)
         pair.update()
         steps = [step for ran in regions_of(units(pair.model)) for step in ran.steps]
         gathers.append(sum(len(list(step.nodes(Role.GATHER))) for step in steps))
@@ -342,7 +342,7 @@ def test_a_hook_is_called_once_with_the_sum_of_held_and_new_gradients(world_size
         assert len(calls) == step * groups
         pair.backward()
         assert len(calls) == (step + 1) * groups
-        assert close(pair)
+        assert is_close(pair)
         pair.update()
 
 
