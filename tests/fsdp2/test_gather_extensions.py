@@ -19,7 +19,7 @@ from tests import long
 from tests.fake_world import fake_world
 from tests.models.extended import Eight, Half, Layers, Pair, Released, Wrapped
 from tests.ranks import on_ranks
-from tests.two_sides import MIXED, compile_eagerly, mesh_of, taken_over
+from tests.two_sides import MIXED, compile_eagerly, made, mesh_of, taken_over
 
 STEPS = 2
 
@@ -62,8 +62,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _sharded(case: _Case) -> Layers:
-    torch.manual_seed(0)
-    model = Layers(case.kind, case.rows)
+    model = made(lambda: Layers(case.kind, case.rows))
     arguments = {**case.arguments, **({"mesh": mesh_of(case.mesh)} if case.mesh else {})}
     for module in (model.up, model.middle, model.down, model):
         fully_shard(module, **arguments)
@@ -151,8 +150,7 @@ def test_the_outermost_unit() -> None:
     """The outermost module reads such parameters itself, in the call in which the model is taken over."""
     found = []
     for is_compiled in (False, True):
-        torch.manual_seed(0)
-        model = Layers(Half)
+        model = made(lambda: Layers(Half))
         fully_shard(model)
         call = compile_eagerly(model, fullgraph=True) if is_compiled else model
         losses = [call(torch.ones(4, 6)).square().sum() for _ in range(STEPS)]

@@ -23,14 +23,13 @@ from tests.models.round_sizes import Stack as Wide
 from tests.models.round_sizes import on_meta
 from tests.numerics.one_process.measure import batches, train_pair
 from tests.ranks import on_ranks
-from tests.two_sides import compile_eagerly, loss_of, mesh_of, shard_blocks, share
+from tests.two_sides import compile_eagerly, loss_of, made, mesh_of, shard_blocks, share
 
 
 def _trained(bucket_mb: float) -> list[torch.Tensor]:
     """Losses and this rank's parameters after two steps."""
     torch._dynamo.reset()  # both compile the same code
-    torch.manual_seed(0)
-    model = Slim()
+    model = made(Slim)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     compiled = compile_eagerly(model, bucket_mb=bucket_mb)
     losses = []

@@ -7,7 +7,6 @@ itself 2 % of the learning rate away from the exact update.
 
 from __future__ import annotations
 
-import copy
 from typing import Literal
 
 import pytest
@@ -22,7 +21,16 @@ from tests.models.kinds import KINDS, Slim
 from tests.models.outlines import Small
 from tests.numerics.one_process.measure import Differences, batches, train_pair
 from tests.ranks import on_ranks
-from tests.two_sides import WithOneProcess, close, compile_eagerly, loss_of, mean_over_ranks, share
+from tests.two_sides import (
+    WithOneProcess,
+    close,
+    compare_parameters,
+    compile_eagerly,
+    loss_of,
+    made,
+    mean_over_ranks,
+    share,
+)
 
 RATE = 1e-3
 
@@ -78,9 +86,7 @@ def _llama() -> nn.Module:
 @on_ranks(timeout_s=500)
 def test_llama_trains_as_in_one_process(optimizer_made: Literal["before", "after"]) -> None:
     """Differences of the losses, and of the parameters after three AdamW steps in units of the learning rate."""
-    torch.manual_seed(0)
-    model = _llama()
-    reference = copy.deepcopy(model).double()
+    model, reference = made(_llama), made(_llama).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE) if optimizer_made == "before" else None
     compiled = torch.compile(model, backend="fsdp")
     reference_optimizer = torch.optim.AdamW(reference.parameters(), lr=RATE)
@@ -96,7 +102,7 @@ def test_llama_trains_as_in_one_process(optimizer_made: Literal["before", "after
             each.step()
             each.zero_grad()
     pairs = zip(model.parameters(), reference.parameters(), strict=True)
-    assert max((p.full_tensor() - q).abs().max().item() for p, q in pairs) / RATE < 0.02  # type: ignore[attr-defined]
+    assert max((p.full_tensor() - q).abs().max().item() for p, q in pairs) / RATE < 0.02
 
 
 def _step_of(model: nn.Module, batch: torch.Tensor, optimizer: torch.optim.Optimizer, *, clip: bool) -> torch.Tensor:
@@ -117,8 +123,8 @@ def test_it_trains_as_one_process(*, dynamic: bool | None) -> None:
     step = compile_eagerly(_step_of, dynamic=dynamic)
     for number in range(3):
         pair.rows = 2 + number
-        share, batch = pair.next_batch()
-        norm = step(pair.model, share, mine, clip=not dynamic)
+        rows, batch = pair.next_batch()
+        norm = step(pair.model, rows, mine, clip=not dynamic)
         close(norm, _step_of(pair.reference, batch, theirs, clip=not dynamic), "norm")
         pair.compare()
 
@@ -138,14 +144,12 @@ class _Normalized(nn.Module):
 @on_ranks()
 def test_batch_norm_keeps_each_ranks_own_statistics() -> None:
     """Beside data parallelism by hand: each rank its own statistics, gradients averaged."""
-    torch.manual_seed(0)
-    model = _Normalized()
-    reference = copy.deepcopy(model)
-    compiled = torch.compile(model, backend="fsdp", options={"lower": "eager"})
+    model, reference = made(_Normalized), made(_Normalized)
+    compiled = compile_eagerly(model)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
-    world, rank = dist.get_world_size(), dist.get_rank()
+    world = dist.get_world_size()
     for batch in batches(2, 4 * world):
-        mine = batch.chunk(world)[rank]
+        mine = share(batch)
         torch.testing.assert_close(compiled(mine), reference(mine))
         loss_of(compiled(mine)).backward()
         loss_of(reference(mine)).backward()
@@ -163,17 +167,13 @@ def test_batch_norm_keeps_each_ranks_own_statistics() -> None:
     everywhere = [torch.empty_like(running) for _ in range(world)]
     dist.all_gather(everywhere, running)
     assert not torch.equal(everywhere[0], everywhere[1]), "statistics are each rank's own"
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.full_tensor(), reference.get_parameter(name).detach())  # type: ignore[attr-defined]
+    compare_parameters(model, reference)
 
 
 @on_ranks()
 def test_a_part_runs_by_itself_and_loading_is_strict() -> None:
     """A block of a sharded model is called without the model, and names that do not fit are refused on loading."""
-    torch.manual_seed(0)
-    model = Slim()
-    reference = copy.deepcopy(model)
-    fully_shard(model)
+    model, reference = fully_shard(made(Slim)), made(Slim)
     x = torch.randn(2, 32)
     torch.testing.assert_close(model.blocks[1](x), reference.blocks[1](x))
     state = model.state_dict()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -108,10 +106,9 @@ def _check(kinds: Sequence[type[_Own]]) -> None:
     """Gradients are those of one process, and no weight is saved for backward."""
     for kind in kinds:
         torch.compiler.reset()
-        model: Any = made(kind)
-        inputs = torch.randn(ROWS, WIDTH)
-        reference = copy.deepcopy(model)
+        reference, model = made(kind), made(kind)
         reference.alone = True
+        inputs = torch.randn(ROWS, WIDTH)
         for unit in (*model.units(), model):
             fully_shard(unit, reshard_after_forward=True)
         compiled = compile_eagerly(model, bucket_mb=0)

@@ -22,7 +22,7 @@ from fsdp_compile.errors import BudgetTooSmallError, ConfigError
 from fsdp_compile.explain.plan import Plan
 from tests import long
 from tests.ranks import on_ranks
-from tests.two_sides import MIXED, compile_eagerly, local, mesh_of
+from tests.two_sides import MIXED, compile_eagerly, local, made, mesh_of
 
 WIDTH = 16
 
@@ -70,8 +70,7 @@ class Case:
 
     def made(self) -> Words:
         """The model, sharded."""
-        torch.manual_seed(0)
-        model = Words(**self.settings)
+        model: Words = made(lambda: Words(**self.settings))
         model.table.requires_grad_(not self.frozen)
         arguments = {name: value() if name == "mesh" else value for name, value in self.arguments.items()}
         for name in self.units or ():
@@ -177,8 +176,7 @@ def test_where_sums_are_made_in_another_order_numbers_agree_to_rounding(case: Ca
 @pytest.mark.long
 @on_ranks()
 def test_a_forward_without_gradients_looks_up_as_well() -> None:
-    torch.manual_seed(0)
-    model = Words().eval()
+    model = made(Words).eval()
     ids = torch.arange(12).view(3, 4)
     wanted = model(ids)
     compiled = compile_eagerly(model, embedding="sharded")
