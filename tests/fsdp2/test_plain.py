@@ -22,11 +22,40 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdp_compile import no_sync
 from fsdp_compile.errors import ConfigError, RankMismatchError, UnsupportedModelError
 from tests import long
-from tests.fsdp2.one_line import Block, Model, pair_of
+from tests.models.layers import Residual
 from tests.ranks import on_ranks
-from tests.two_sides import close, made, whole
+from tests.two_sides import Make, Run, WithOneProcess, adamw, close, made, whole
 from tests.two_sides import compile_eagerly as one_line
 from tests.two_sides import compile_in_place as in_place
+
+
+class Block(Residual):
+    """A block with a residual."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 9)
+
+
+class Model(nn.Module):
+    """Two blocks and a head, all of sizes that two ranks share unevenly or evenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The outputs for a batch."""
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def pair_of(make: Callable[[], nn.Module] = Model, optimizer: Make = adamw) -> WithOneProcess:
+    """Optimizers are made before anything is sharded; what a test compiles, it assigns to `call`."""
+    return WithOneProcess(make, Run.UNSHARDED, optimizer=optimizer, twice=False)
 
 
 class Recurrent(nn.Module):

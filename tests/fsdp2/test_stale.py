@@ -16,7 +16,7 @@ from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2.stale import StaleParameter
 from fsdp_compile.optim.whole_step import whole_step
 from tests import long
-from tests.fsdp2.one_line import Model, pair_of
+from tests.fsdp2.test_plain import Model, pair_of
 from tests.models.outlines import Small
 from tests.ranks import on_ranks
 from tests.two_sides import Make, Run, WithOneProcess, adamw, compile_eagerly, local, loss_of, sgd
