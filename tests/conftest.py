@@ -121,6 +121,15 @@ def fake_world() -> Callable[..., AbstractContextManager[dist.ProcessGroup]]:
     return module.fake_world
 
 
+@pytest.fixture
+def world() -> Iterator[None]:
+    """A default group of 4 ranks, 3 of which do not exist."""
+    from tests import fake_world as module
+
+    with module.fake_world(4):
+        yield
+
+
 def pytest_unconfigure() -> None:
     """End the ranks with the session, also one that was interrupted."""
     if "tests.ranks" in sys.modules:

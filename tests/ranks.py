@@ -83,12 +83,14 @@ def run_ranks(
     return _POOL.run(call, world_size, timeout_s)
 
 
-def on_ranks(*, world_size: int = 2, timeout_s: float = 300) -> Callable[[Callable[P, None]], Callable[P, None]]:
+def on_ranks(
+    *, world_size: int | Callable[..., int] = 2, timeout_s: float = 300
+) -> Callable[[Callable[P, None]], Callable[P, None]]:
     """Runs a test on every rank of a new group, with the arguments that pytest gives it: they have to be picklable.
 
     Args:
-        world_size: As in `run_ranks`.
-        timeout_s: The same.
+        world_size: As in `run_ranks`, or what makes it of the arguments.
+        timeout_s: As in `run_ranks`.
     """
 
     def decorate(test: Callable[P, None]) -> Callable[P, None]:
@@ -97,7 +99,8 @@ def on_ranks(*, world_size: int = 2, timeout_s: float = 300) -> Callable[[Callab
             if dist.is_initialized():  # called by a rank, which imports the test by its name
                 test(*args, **kwargs)
             else:
-                run_ranks(functools.partial(run, *args, **kwargs), world_size=world_size, timeout_s=timeout_s)
+                ranks = world_size(*args, **kwargs) if callable(world_size) else world_size
+                run_ranks(functools.partial(run, *args, **kwargs), world_size=ranks, timeout_s=timeout_s)
 
         return run
 

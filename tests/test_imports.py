@@ -77,11 +77,8 @@ print([*optimizer._global_optimizer_pre_hooks, *optimizer._global_optimizer_post
 print([name for name, value in vars(module).items() if name.startswith("_global_") and "hooks" in name and value])
 """
     assert _run(code).split() == ["fsdp_compile", "[]", "[]"]
-    assert "torch" not in _loaded("import fsdp_compile")
-
-
-def test_errors_need_no_torch() -> None:
-    assert "torch" not in _loaded("from fsdp_compile import ConfigError, ParityError, RankFailedError")
+    for needs_none in ("import fsdp_compile", "from fsdp_compile import ConfigError, ParityError, RankFailedError"):
+        assert "torch" not in _loaded(needs_none)
 
 
 @pytest.mark.parametrize("name", fsdp_compile.__all__)
@@ -261,15 +258,7 @@ if TYPE_CHECKING:  # what type checkers see of names that are loaded at their fi
 @pytest.mark.long
 def test_the_first_compile_by_name_imports_the_backend() -> None:
     compiled = "import torch; model = torch.compile(torch.nn.Linear(2, 2), backend='fsdp')"
-    made = f"{compiled}; print(bool(model._compiled_call_impl))"
-    done = subprocess.run([sys.executable, "-c", made], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout.strip()) == (0, "True"), done.stderr
-
-
-def _python(code: str) -> str:
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    assert result.returncode == 0, result.stderr
-    return result.stdout.strip()
+    assert _run(f"{compiled}; print(bool(model._compiled_call_impl))").strip() == "True"
 
 
 def test_the_installed_version_is_the_declared_one(capsys: pytest.CaptureFixture[str]) -> None:
@@ -280,37 +269,24 @@ def test_the_installed_version_is_the_declared_one(capsys: pytest.CaptureFixture
     assert capsys.readouterr().out == f"fsdp-compile {project['version']}\n"
 
 
-def test_only_the_extras_bring_optional_dependencies() -> None:
+def test_only_the_extras_bring_optional_dependencies_and_the_package_is_typed() -> None:
+    assert files("fsdp_compile").joinpath("py.typed").is_file()
     requires = distribution("fsdp-compile").requires or []
     always = {line.split(">")[0] for line in requires if "extra ==" not in line}
     assert always == {"torch", "sympy", "filelock", "rich"}
-    assert set(distribution("fsdp-compile").metadata.get_all("Provides-Extra") or []) == {
-        "test",
-        "plot",
-        "safetensors",
-        "lint",
-        "frameworks",
-        "cuda-code",
-        "docs",
-    }
-
-
-def test_the_package_says_that_it_is_typed() -> None:
-    assert files("fsdp_compile").joinpath("py.typed").is_file()
+    extras = set(distribution("fsdp-compile").metadata.get_all("Provides-Extra") or [])
+    assert extras == {"test", "plot", "safetensors", "lint", "frameworks", "cuda-code", "docs"}
 
 
 @pytest.mark.core
-@pytest.mark.parametrize(
-    ("group", "name", "value"),
-    [
+def test_entry_points_are_declared_and_load() -> None:
+    for group, name, value in (
         ("torch_dynamo_backends", "fsdp", "fsdp_compile.backend:fsdp"),
         ("console_scripts", "fsdp-compile", "fsdp_compile.cli.main:main"),
-    ],
-)
-def test_an_entry_point_is_declared_and_loads(group: str, name: str, value: str) -> None:
-    (entry_point,) = entry_points(group=group, name=name)
-    assert entry_point.value == value
-    assert callable(entry_point.load())
+    ):
+        (entry_point,) = entry_points(group=group, name=name)
+        assert entry_point.value == value
+        assert callable(entry_point.load())
 
 
 @pytest.mark.long
@@ -322,7 +298,7 @@ def test_torch_lists_the_backend_without_importing_the_package_and_finds_it_by_i
         "print('fsdp' in torch._dynamo.list_backends(), 'fsdp_compile' in sys.modules)\n"
         "print(getattr(lookup_backend('fsdp'), '__module__', None))"
     )
-    assert _python(code).split() == ["True", "False", "fsdp_compile.backend"]
+    assert _run(code).split() == ["True", "False", "fsdp_compile.backend"]
 
 
 def test_constraints_pin_a_supported_torch() -> None:

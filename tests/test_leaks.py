@@ -20,7 +20,7 @@ from benchmarks._torch import forget_meshes
 from fsdp_compile.fsdp2.param_group import ParamGroup
 from fsdp_compile.fsdp2.unit import Unit
 from tests.fake_world import fake_world
-from tests.ranks import on_ranks, run_ranks
+from tests.ranks import on_ranks
 
 _MODELS = 30
 _WAYS: tuple[dict[str, Any], ...] = (
@@ -81,35 +81,21 @@ def _alive() -> dict[str, int]:
     return dict(collections.Counter(type(o).__name__ for o in gc.get_objects() if isinstance(o, ParamGroup | Unit)))
 
 
-@pytest.mark.parametrize("by_layer", [False, True])
-@pytest.mark.parametrize("settings", _WAYS)
-def test_a_model_dies_with_its_last_reference(settings: dict[str, Any], *, by_layer: bool) -> None:
+_EACH_WAY = [(settings, by_layer, False) for settings in _WAYS for by_layer in (False, True)]
+
+
+@pytest.mark.parametrize(("settings", "by_layer", "compiled"), [*_EACH_WAY, ({}, False, True), (None, False, True)])
+def test_a_model_dies_with_its_last_reference(
+    *, settings: dict[str, Any] | None, by_layer: bool, compiled: bool
+) -> None:
+    """Without settings: a container, which the backend shards."""
     with fake_world(2):
-        model = _sharded(by_layer=by_layer, **settings)
-        _train(model, compiled=False)
+        plain = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+        model = plain if settings is None else _sharded(by_layer=by_layer, **settings)
+        del plain
+        _train(model, compiled=compiled)
         references = _what_dies_with(model)
         del model
-        assert _left(references) == []
-
-
-def test_a_compiled_model_dies_with_its_last_reference() -> None:
-    torch._dynamo.reset()
-    with fake_world(2):
-        model = _sharded()
-        _train(model, compiled=True)
-        references = _what_dies_with(model)
-        del model
-        assert _left(references) == []
-
-
-def test_a_compiled_container_dies_with_its_last_reference() -> None:
-    torch._dynamo.reset()
-    with fake_world(2):
-        model = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
-        _train(model, compiled=True)
-        references = _what_dies_with(model)
-        del model
-        torch._dynamo.reset()
         assert _left(references) == []
 
 
@@ -173,24 +159,19 @@ def test_many_models_leave_nothing_behind() -> None:
 _WORLDS = 3
 
 
-def _destroy_worlds(folder: str) -> list[dict[str, int]]:
-    """Threads and open files after worlds that were made, sharded over and destroyed."""
+@pytest.mark.long
+@linux_only
+@on_ranks(world_size=4)
+def test_a_world_that_is_destroyed_leaves_no_threads_and_no_files(tmp_path: Path) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     opened = []
     for number in range(_WORLDS):
         dist.destroy_process_group()
         forget_meshes()  # DTensor's caches, which hold meshes
         opened.append(_open())
-        store = dist.FileStore(f"{folder}/{number}", size)
+        store = dist.FileStore(f"{tmp_path}/{number}", size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("LOCAL_WORLD_SIZE", "2")
             _train(fsdp_compile.fully_shard(_Model(), sharding_strategy=ShardingStrategy.HYBRID_SHARD), compiled=False)
-    return opened
-
-
-@pytest.mark.long
-@linux_only
-def test_a_world_that_is_destroyed_leaves_no_threads_and_no_files(tmp_path: Path) -> None:
-    for opened in run_ranks(_destroy_worlds, str(tmp_path), world_size=4):
-        assert opened[1:] == opened[:1] * (_WORLDS - 1)
+    assert opened[1:] == opened[:1] * (_WORLDS - 1)

@@ -15,13 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compile import fully_shard
 from fsdp_compile.comm.failures import _FAILED, AnsweringStore, failed_elsewhere
 from fsdp_compile.comm.rendezvous import Rendezvous
 from fsdp_compile.errors import FSDPCompileError, RankFailedError
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
+from tests.two_sides import mesh_of
 
 PACKAGE = Path(__file__).parents[1] / "fsdp_compile"
 EXECUTES = {
@@ -132,17 +132,13 @@ def _address(digits: str) -> str:
     return str(ipaddress.ip_address(b"".join(ordered)))
 
 
-def _trains_on_replicas() -> tuple[set[str], set[str]]:
-    """Where a rank listens, before and after a model was sharded that uses every kind of group."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    before = _listening()
+@pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc; tests listen on lo there")
+@on_ranks(world_size=4)
+def test_ranks_listen_on_the_interface_that_was_asked_for_alone() -> None:
+    """Before and after a model was sharded that uses every kind of group."""
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    mesh = mesh_of((2, 2))
+    assert _listening() == {"127.0.0.1"}
     model = fully_shard(nn.Linear(8, 8), mesh=mesh, separate_reduce_group=True)
     model(torch.ones(2, 8)).sum().backward()
-    return before, _listening()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc; tests listen on lo there")
-def test_ranks_listen_on_the_interface_that_was_asked_for_alone() -> None:
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
-    for before, after in run_ranks(_trains_on_replicas, world_size=4):
-        assert before == after == {"127.0.0.1"}
+    assert _listening() == {"127.0.0.1"}

@@ -15,9 +15,12 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import fully_shard
+from fsdp_compile.fsdp2.take_over import model_of
 
 C = TypeVar("C", bound=Callable[..., Any])
 M = TypeVar("M", bound=nn.Module)
@@ -25,6 +28,7 @@ Loss = Callable[[Any, Any], torch.Tensor]
 """Of what is called for a model, and its batch."""
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 OPTIONS: dict[str, Any] = {"lower": "eager"}
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 def compile_eagerly(function: C, *, fullgraph: bool = False, dynamic: bool | None = None, **options: Any) -> C:
@@ -38,6 +42,30 @@ def compile_in_place(module: M, *, fullgraph: bool = False, **options: Any) -> M
     """As `compile_eagerly`, by `module.compile`."""
     module.compile(backend="fsdp", options={**OPTIONS, **options}, fullgraph=fullgraph)
     return module
+
+
+def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
+    """Of (replicas, shards), or of shards alone."""
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+
+
+def shard_blocks(model: Any, fully_shard: Callable[..., Any] = fully_shard, **arguments: Any) -> Any:
+    """Each block and the rest a unit."""
+    for part in (*model.blocks, model):
+        fully_shard(part, **arguments)
+    return model
+
+
+def taken_over(model: nn.Module) -> Any:
+    """What compiled code knows of a model that it has run."""
+    taken = model_of(model)
+    assert taken is not None
+    return taken
+
+
+def unique_graphs() -> int:
+    """How many Dynamo has made since its counters were cleared."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def loss_of(output: Any) -> torch.Tensor:

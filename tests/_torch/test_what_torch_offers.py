@@ -22,12 +22,13 @@ from fsdp_compile.lower.inductor import KEEP_OUR_ORDER
 pytestmark = pytest.mark.core
 TESTS = Path(__file__).parents[1]
 
-_POLICIES = "fsdp2/test_policies.py::test_numbers_are_those_of_fsdp2"
+_POLICIES = "fsdp2/test_settings.py::test_numbers_of_each_policy"
 _REDUCTIONS = "fsdp2/test_settings.py::test_numbers_are_those_of_fsdp2"
 _HOOKS = "fsdp2/test_settings.py::test_such_a_unit_goes_by_hooks"
 _CASTS = "sharding/test_mixed_precision.py::test_inner_units_cast_their_inputs_by_their_own_policy"
-_PREFETCH = "numerics/one_process/test_explicit_prefetch.py::test_a_list_may_overtake_and_can_be_taken_back"
-_FINALIZE = "fsdp2/test_policies.py::test_backwards_that_the_caller_ends"
+_PREFETCH = "numerics/one_process/test_rules.py::test_a_list_may_overtake_and_can_be_taken_back"
+_MESHES = "fsdp2/test_meshes.py::test_dimensions_of_a_whole_mesh"
+_FINALIZE = "fsdp2/test_settings.py::test_backwards_that_the_caller_ends"
 _ARGUMENTS = """
     module mesh reshard_after_forward shard_placement_fn mp_policy offload_policy ignored_params dp_mesh_dims
 """
@@ -42,7 +43,7 @@ ROWS: Mapping[str, Mapping[str, str]] = {
     "CPUOffloadPolicy": {"pin_memory": _REDUCTIONS},
     "OffloadPolicy": {},
     "fully_shard": dict.fromkeys(_ARGUMENTS.split(), "torch's: its call has run before a model is taken over"),
-    "DataParallelMeshDims": dict.fromkeys(("shard", "replicate"), "fsdp2/test_mesh_dims.py::test_compiled"),
+    "DataParallelMeshDims": dict.fromkeys(("shard", "replicate"), _MESHES),
     "FSDPModule": {
         "finalize_backward": _FINALIZE,
         "reset_iter_state": "fsdp2/test_settings.py::test_a_reset_drops_what_waits",
@@ -54,7 +55,7 @@ ROWS: Mapping[str, Mapping[str, str]] = {
         "set_force_sum_reduction_for_comms": _REDUCTIONS,
         "set_gradient_divide_factor": _REDUCTIONS,
         "set_is_last_backward": (
-            "numerics/one_process/test_held_gradients.py::test_each_backward_hands_gradients_over_as_fsdp2_does"
+            "numerics/one_process/test_accumulation.py::test_each_backward_hands_gradients_over_as_fsdp2_does"
         ),
         "set_keep_unsharded_storage": _HOOKS,
         "set_manual_backward_finalization": _FINALIZE,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -16,7 +17,8 @@ from torch.distributed.fsdp import fully_shard
 from fsdp_compile import backend
 from fsdp_compile.fsdp2.unit import Unit
 from fsdp_compile.ir.graph import Phase, StepGraph
-from tests.two_sides import Loss, WithFsdp2, compile_eagerly
+from fsdp_compile.progress import LOGGER
+from tests.two_sides import Loss, WithFsdp2, Within, compile_eagerly
 
 WIDTH = 16
 VOCABULARY = 50
@@ -55,6 +57,24 @@ class Decoder(nn.Module):
         return x
 
 
+class Deep(Decoder):
+    """Of four blocks, of which some can be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([self.block() for _ in range(4)])
+        self.left_out: set[int] = set()
+
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for number, block in enumerate(self.blocks):
+            x = x if number in self.left_out else self.call(block, x)
+        return x
+
+    def call(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return block(x)
+
+
 class Tied(Decoder):
     def __init__(self) -> None:
         super().__init__()
@@ -72,6 +92,14 @@ def shard(model: nn.Module, **settings: Any) -> None:
     else:
         fully_shard(model.embedding, **settings)
         fully_shard(model.head, **settings)
+    fully_shard(model, **settings)
+
+
+def shard_lists(model: Any, **settings: Any) -> None:
+    """One call for the norm and the head."""
+    for block in model.blocks:
+        fully_shard(block, **settings)
+    fully_shard([model.norm, model.head], **settings)
     fully_shard(model, **settings)
 
 
@@ -98,6 +126,27 @@ def pair_of(
     return WithFsdp2(make, prepared, batch, loss)
 
 
+def by_blocks(pair: WithFsdp2, **options: Any) -> WithFsdp2:
+    """Compiled block by block."""
+    pair.compiled(fullgraph=False, regions="blocks", **options)
+    return pair
+
+
+@contextlib.contextmanager
+def progress_lines() -> Iterator[list[str]]:
+    """What the package says of its progress in the block."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    LOGGER.addHandler(handler)
+    LOGGER.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        LOGGER.removeHandler(handler)
+        LOGGER.setLevel(logging.NOTSET)
+
+
 @contextlib.contextmanager
 def gathered_by_hooks() -> Iterator[list[str]]:
     """The units that FSDP2's hooks gather in the block, once for each time."""
@@ -120,14 +169,14 @@ def through_a_function(pair: WithFsdp2) -> tuple[Any, Loss]:
 
 
 @contextlib.contextmanager
-def forward_graphs() -> Iterator[list[StepGraph]]:
-    """The forward graphs that are compiled in the block."""
+def compiled_graphs(*phases: Phase) -> Iterator[list[StepGraph]]:
+    """The graphs of some phases that are compiled in the block, after their passes."""
     found: list[StepGraph] = []
     transform = backend.transform
 
     def noted(step: StepGraph, *args: Any, **kwargs: Any) -> Any:
         made = transform(step, *args, **kwargs)
-        if step.phase is Phase.FORWARD:
+        if step.phase in phases:
             found.append(step)
         return made
 
@@ -147,3 +196,62 @@ def case(group: str, *, is_long: bool = False) -> Callable[[Case], Case]:
         return function
 
     return add
+
+
+def trained(make: Callable[[], nn.Module] = Decoder) -> WithFsdp2:
+    """After one step of the compiled model."""
+    pair = pair_of(make)
+    pair.compiled()
+    pair.train(steps=1)
+    return pair
+
+
+def whole(pair: WithFsdp2) -> Any:
+    """The model, compiled into one graph."""
+    return pair.compiled() if pair.call is pair.model else pair.call
+
+
+def in_parts(pair: WithFsdp2) -> Any:
+    """The model, compiled into as many graphs as its breaks make."""
+    return pair.compiled(fullgraph=False) if pair.call is pair.model else pair.call
+
+
+def uncompiled(pair: WithFsdp2) -> Any:
+    return pair.model
+
+
+def trains(
+    group: str,
+    name: str,
+    make: Callable[[], nn.Module] = Decoder,
+    *forms: Callable[[WithFsdp2], Any],
+    is_long: bool = False,
+    steps: int = 2,
+    within: Within | None = None,
+    **how: Any,
+) -> None:
+    """Adds a case that trains a model in each of some forms, one after the other.
+
+    Args:
+        group: As in `case`.
+        name: Of the case.
+        make: Makes the model.
+        forms: By default `whole`.
+        is_long: As in `case`.
+        steps: In each form.
+        within: As in `Sides.train`.
+        how: Others of `pair_of`.
+    """
+
+    def run() -> None:
+        pair = pair_of(make, **how)
+        for form in forms or (whole,):
+            pair.train(form(pair), steps=steps, within=within)
+
+    run.__name__ = name
+    case(group, is_long=is_long)(run)
+
+
+def with_blocks(block: type[nn.Module]) -> type[Decoder]:
+    """A decoder of other blocks."""
+    return type("Model", (Decoder,), {"block": block})

@@ -8,11 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from fsdp_compile.fsdp2.take_over import model_of
-from tests.two_sides import WithFsdp2, made
+from tests.two_sides import WithFsdp2, made, mesh_of, taken_over
 
 WIDTH = 16
 
@@ -35,7 +33,7 @@ class Mlp(nn.Module):
 def shard(model: Any, mesh: tuple[int, ...] = (), **arguments: Any) -> Any:
     """Each layer and the rest a unit; with a shape of `mesh` (replicate, shard) hybrid."""
     if mesh:
-        arguments["mesh"] = init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard"))
+        arguments["mesh"] = mesh_of(mesh)
     for module in (*model.layers, model):
         fully_shard(module, **arguments)
     return model
@@ -51,10 +49,17 @@ def batch(step: int) -> torch.Tensor:
     return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
 
 
-def pair_of(*, fullgraph: bool = False, ours: Callable[[Any], object] | None = None, **arguments: Any) -> WithFsdp2:
+def pair_of(
+    make: Callable[[], nn.Module] = Mlp,
+    *,
+    fullgraph: bool = False,
+    ours: Callable[[Any], object] | None = None,
+    sharded: Callable[..., object] = shard,
+    **arguments: Any,
+) -> WithFsdp2:
     """Two models of the same values, one compiled and one not."""
     pair = WithFsdp2(
-        Mlp, lambda model: shard(model, **arguments), batch, lambda call, x: call(x).square().sum(), ours=ours
+        make, lambda model: sharded(model, **arguments), batch, lambda call, x: call(x).square().sum(), ours=ours
     )
     pair.compiled(fullgraph=fullgraph, reduce_layout="fsdp2")
     return pair
@@ -62,6 +67,4 @@ def pair_of(*, fullgraph: bool = False, ours: Callable[[Any], object] | None = N
 
 def only_hooks(model: nn.Module) -> list[str]:
     """Of each unit, why FSDP2's hooks alone gather it."""
-    taken = model_of(model)
-    assert taken is not None
-    return [unit.only_hooks for unit in taken.units]
+    return [unit.only_hooks for unit in taken_over(model).units]

@@ -6,12 +6,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch.tensors import local_tensor, set_local_tensor
-from tests.two_sides import whole
+from tests.two_sides import mesh_of, whole
 
 
 class Block(nn.Module):
@@ -54,10 +53,6 @@ class Net(nn.Module):
 def made(seed: int = 0) -> Any:
     torch.manual_seed(seed)
     return Net()
-
-
-def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
-    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
 
 
 def sharded(seed: int = 0, shape: tuple[int, ...] = (2,)) -> Any:

@@ -9,62 +9,92 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import fx, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_compile
 from fsdp_compile import backend
 from fsdp_compile._torch.dynamo import traced_module
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.fsdp2.take_over import model_of
 from fsdp_compile.lower.eager import compile_eagerly as compile_eagerly_of_ours
 from fsdp_compile.optim.step_in_backward import step_in_backward
 from tests import long
-from tests.fsdp2.blocks import Deep, by_blocks, pipeline_of
-from tests.fsdp2.decoder import Block, Decoder, Tied, batch, cross_entropy, gathered_by_hooks, pair_of, shard
-from tests.ranks import run_ranks
-from tests.two_sides import WithFsdp2, compile_eagerly, compile_in_place, made
+from tests.fsdp2.decoder import (
+    VOCABULARY,
+    WIDTH,
+    Block,
+    Decoder,
+    Deep,
+    Tied,
+    batch,
+    by_blocks,
+    cross_entropy,
+    gathered_by_hooks,
+    pair_of,
+    shard,
+    shard_lists,
+)
+from tests.ranks import on_ranks
+from tests.two_sides import (
+    MIXED,
+    REDUCED_TWICE,
+    WithFsdp2,
+    compile_eagerly,
+    compile_in_place,
+    made,
+    mesh_of,
+    shard_blocks,
+    taken_over,
+    unique_graphs,
+)
 
 pytestmark = pytest.mark.core
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 class _Checkpointed(Deep):
-    def call(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(block, x, use_reentrant=False)
+    """With reentrant checkpoints the backward of each block runs inside of the model's."""
 
-
-class _Reentrant(Deep):
-    """The backward of each block runs inside of the model's."""
+    reentrant = False
 
     def call(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(block, x, use_reentrant=True)
+        return checkpoint(block, x, use_reentrant=self.reentrant)
+
+
+class _Reentrant(_Checkpointed):
+    reentrant = True
 
 
 # Bits of FSDP2.
 
 LAYOUTS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "fp32": (Deep, {}),
-    "bf16": (Deep, {"mp_policy": BF16}),
+    "bf16": (Deep, {"mp_policy": MIXED}),
     "kept": (Deep, {"reshard_after_forward": False}),
-    "checkpointed": (_Checkpointed, {"mp_policy": BF16}),
-    "reentrant": (_Reentrant, {"mp_policy": BF16}),
+    "checkpointed": (_Checkpointed, {"mp_policy": MIXED}),
+    "reentrant": (_Reentrant, {"mp_policy": MIXED}),
     "tied": (Tied, {}),
     "host": (Deep, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
 }
+DISTANCES = (0, 1, 3, "BACKWARD_PRE", "BACKWARD_POST+forward_prefetch", "none")
+CASES: list[tuple[str, tuple[int, ...], dict[str, Any]]] = [
+    *((layout, (2,), {}) for layout in LAYOUTS),
+    *((layout, (2, 2), {}) for layout in ("fp32", "bf16", "checkpointed")),
+    ("fp32", (4,), {}),
+    *(("fp32", (2,), {"prefetch": distance}) for distance in DISTANCES),
+]
 
 
-def _trains(layout: str, mesh: tuple[int, ...], options: dict[str, Any]) -> None:
+@long.parametrize(("layout", "mesh", "options"), CASES, always=[("bf16", (2,), {})])
+@on_ranks(world_size=lambda mesh, **_: torch.Size(mesh).numel())
+def test_numbers_are_those_of_fsdp2(layout: str, mesh: tuple[int, ...], options: dict[str, Any]) -> None:
     make, settings = LAYOUTS[layout]
-    names = ("replicate", "shard")[-len(mesh) :]
-    of = {"mesh": init_device_mesh("cpu", mesh, mesh_dim_names=names), **settings}
-    pair = by_blocks(pair_of(make, **of), reduce_layout="fsdp2", **options)
+    pair = by_blocks(pair_of(make, mesh=mesh_of(mesh), **settings), reduce_layout="fsdp2", **options)
     with gathered_by_hooks() as titles:
         pair.train(steps=2)
         pair.train(pair.call, pair.call, pair.call, steps=1)  # microbatches
-    units = {unit.title for unit in _units(pair)}
+    units = {unit.title for unit in taken_over(pair.model).units}
     assert set(titles) == ({"(root)", "embedding+head"} if layout == "tied" else {"(root)"}) & units
     with torch.no_grad():
         mine, theirs = (call.eval()(batch(9)) for call in (pair.call, pair.other))
@@ -73,81 +103,52 @@ def _trains(layout: str, mesh: tuple[int, ...], options: dict[str, Any]) -> None
     pair.train(steps=1)
 
 
-def _units(pair: WithFsdp2) -> list[Any]:
-    taken = model_of(pair.model)
-    assert taken is not None
-    return taken.units
-
-
-@long.parametrize("layout", LAYOUTS, always=["bf16"])
-def test_numbers_are_those_of_fsdp2(layout: str) -> None:
-    run_ranks(_trains, layout, (2,), {})
-
-
-@long.parametrize("layout", ["fp32", "bf16", "checkpointed"], always=[])
-def test_numbers_of_hybrid_sharding(layout: str) -> None:
-    run_ranks(_trains, layout, (2, 2), {}, world_size=4)
-
-
-def _trains_neighbours() -> None:
-    _trains("fp32", (4,), {})
-    pair = by_blocks(pair_of(Deep, reshard_after_forward=2), reduce_layout="fsdp2")
-    pair.train(steps=3)
-
-
 @pytest.mark.long
+@on_ranks(world_size=4)
 def test_numbers_of_shards_over_neighbours() -> None:
-    run_ranks(_trains_neighbours, world_size=4)
+    by_blocks(pair_of(Deep, reshard_after_forward=2), reduce_layout="fsdp2").train(steps=3)
 
 
-@long.parametrize("prefetch", [0, 1, 3, "BACKWARD_PRE", "BACKWARD_POST+forward_prefetch", "none"], always=[])
-def test_numbers_do_not_depend_on_the_distance(prefetch: Any) -> None:
-    run_ranks(_trains, "fp32", (2,), {"prefetch": prefetch})
-
-
-def _updates_in_backward() -> None:
+@on_ranks()
+def test_numbers_of_updates_in_backward() -> None:
     pair = by_blocks(pair_of(Deep))
     pair.optimize()
-    mine, theirs = pair.optimizers[0]
-    mine = step_in_backward(mine)
+    step_in_backward(pair.optimizers[0][0])
     for _ in range(3):
         pair.backward()
-        for optimizer in (mine, theirs):
-            optimizer.step()
-            optimizer.zero_grad()
+        pair.update()
         pair.compare_parameters()
-
-
-def test_numbers_of_updates_in_backward() -> None:
-    run_ranks(_updates_in_backward)
 
 
 # How blocks come to be compiled one by one.
 
 
-def _loops(order: str) -> None:
-    def ours(model: Any) -> None:
-        if order == "compiled first":
+@pytest.mark.parametrize("order", ["compiled first", "sharded first", "no root"])
+@on_ranks()
+def test_loops_of_users_over_blocks(order: str) -> None:
+    def theirs(model: Any) -> None:
+        if order == "no root":
             for block in model.blocks:
-                compile_in_place(block)
-        shard(model)
-        if order == "sharded first":
-            for block in model.blocks:
-                compile_in_place(block)
+                fully_shard(block)
+        else:
+            shard(model)
 
-    pair = WithFsdp2(Deep, shard, batch, cross_entropy, ours=ours)
+    def ours(model: Any) -> None:
+        for do in (compile_in_place, theirs) if order == "compiled first" else (theirs, compile_in_place):
+            for part in model.blocks if do is compile_in_place else [model]:
+                do(part)
+
+    pair = WithFsdp2(Deep, theirs, batch, cross_entropy, ours=ours)
     with gathered_by_hooks() as titles:
         pair.train(steps=3)
-    assert "blocks.2" not in titles[12:]
-    assert pipeline_of(pair)._forward.next
+    assert not [title for title in titles[12:] if title.startswith("blocks")]
+    assert order == "no root" or taken_over(pair.model).pipeline._forward.next
 
 
-@pytest.mark.parametrize("order", ["compiled first", "sharded first"])
-def test_loops_of_users_over_blocks(order: str) -> None:
-    run_ranks(_loops, order)
-
-
-def _counts() -> tuple[int, int]:
+@pytest.mark.long
+@on_ranks()
+def test_like_blocks_share_one_graph() -> None:
+    """One for the embedding, one for blocks, one for the head."""
     counts = []
     for regions in ("blocks", "whole"):
         torch._dynamo.reset()
@@ -155,40 +156,34 @@ def _counts() -> tuple[int, int]:
         pair = pair_of(Deep)
         pair.compiled(fullgraph=False, regions=regions)
         pair.train(steps=3)
-        counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    return counts[0], counts[1]
+        counts.append(unique_graphs())
+    assert counts == [3, 1]
 
 
-@pytest.mark.long
-def test_like_blocks_share_one_graph() -> None:
-    """One for the embedding, one for blocks, one for the head."""
-    assert run_ranks(_counts) == [(3, 1)] * 2
-
-
-def _of_inductor(options: dict[str, Any]) -> list[str]:
-    """What Inductor compiles of a model's blocks."""
+@on_ranks()
+def test_inductor_compiles_no_embedding_or_head_alone_unless_it_has_settings() -> None:
     compiled: list[str] = []
 
     def compile_one(gm: fx.GraphModule, inputs: Any, region: Any, _settings: Any) -> Any:
         compiled.append(type(traced_module()).__name__)
         return compile_eagerly_of_ours(gm, inputs, region)
 
-    with mock.patch.object(backend, "compile_with_inductor", compile_one):
-        pair = pair_of(Deep)
-        pair.call = torch.compile(pair.model, backend="fsdp", options={"regions": "blocks", **options})
-        pair.train(steps=2)
-    return compiled
+    every = ["FSDPEmbedding", "FSDPBlock", "FSDPLinear"]
+    given: list[tuple[dict[str, Any], list[str]]] = [({}, every[1:2]), ({"inductor": {"max_autotune": False}}, every)]
+    for options, expected in given:
+        torch._dynamo.reset()
+        compiled.clear()
+        with mock.patch.object(backend, "compile_with_inductor", compile_one):
+            pair = pair_of(Deep)
+            pair.call = torch.compile(pair.model, backend="fsdp", options={"regions": "blocks", **options})
+            pair.train(steps=2)
+        assert compiled == expected
 
 
-def test_inductor_compiles_no_embedding_or_head_alone_unless_it_has_settings() -> None:
-    assert run_ranks(_of_inductor, {}) == [["FSDPBlock"]] * 2
-    settings = {"inductor": {"max_autotune": False}}
-    assert run_ranks(_of_inductor, settings) == [["FSDPEmbedding", "FSDPBlock", "FSDPLinear"]] * 2
-
-
-def _plain() -> None:
+@on_ranks()
+def test_a_plain_model() -> None:
     model = Decoder()
-    call = compile_eagerly(model, regions="blocks", mp_policy=BF16)
+    call = compile_eagerly(model, regions="blocks", mp_policy=MIXED)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for _ in range(8):
@@ -198,41 +193,25 @@ def _plain() -> None:
         optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[-1] < losses[0]
-    taken = model_of(model)
-    assert taken is not None
-    assert {region.number for unit in taken.units for region in unit.compiled_regions.values()} == {0, 1, 2}
+    regions = {region.number for unit in taken_over(model).units for region in unit.compiled_regions.values()}
+    assert regions == {0, 1, 2}
 
 
-def test_a_plain_model() -> None:
-    run_ranks(_plain)
-
-
-def _refused() -> list[str]:
-    said = []
-
-    def attempt(call: Callable[[], object]) -> None:
-        with pytest.raises((ConfigError, torch._dynamo.exc.BackendCompilerFailed)) as caught:
-            call()
-        said.append(str(caught.value))
-
-    sharded = Decoder()
-    shard(sharded)
-    function = compile_eagerly(lambda tokens: sharded(tokens).square(), regions="blocks")
-    attempt(lambda: function(batch(0)))
-    alone = Block()
-    fully_shard(alone)
-    attempt(lambda: compile_eagerly(alone, regions="blocks")(torch.randn(2, 16)))
-    attempt(lambda: compile_eagerly(Decoder(), regions="blocks", memory_budget_gb=1.0)(batch(0)))
-    attempt(lambda: compile_eagerly(Decoder(), regions="layers")(batch(0)))
-    return said
-
-
+@on_ranks()
 def test_what_is_refused() -> None:
-    for function, alone, budget, unknown in run_ranks(_refused):
-        assert "blocks are compiled one by one by torch.compile(model)" in function
-        assert "no unit below its root" in alone
-        assert "is a part of its model" in budget
-        assert "regions" in unknown
+    sharded, alone = Decoder(), Block()
+    shard(sharded)
+    fully_shard(alone)
+    function = compile_eagerly(lambda tokens: sharded(tokens).square(), regions="blocks")
+    refused: dict[str, Callable[[], object]] = {
+        r"blocks are compiled one by one by torch\.compile\(model\)": lambda: function(batch(0)),
+        "no unit below its root": lambda: compile_eagerly(alone, regions="blocks")(torch.randn(2, 16)),
+        "is a part of its model": lambda: compile_eagerly(Decoder(), regions="blocks", memory_budget_gb=1.0)(batch(0)),
+        "regions": lambda: compile_eagerly(Decoder(), regions="layers")(batch(0)),
+    }
+    for says, call in refused.items():
+        with pytest.raises((ConfigError, torch._dynamo.exc.BackendCompilerFailed), match=says):
+            call()
 
 
 class _Wide(nn.Module):
@@ -248,85 +227,208 @@ class _Wide(nn.Module):
         return x
 
 
-def _quantized() -> None:
+@on_ranks()
+def test_gathers_in_8_bits() -> None:
     """In 8 bits, numbers are those of the whole graph."""
     sides = []
     for regions in ("blocks", "whole"):
         torch._dynamo.reset()
-        model = made(_Wide)
-        policy = fsdp_compile.MixedPrecision(gather_dtype=torch.int8)
-        for module in (*model.blocks, model):
-            fsdp_compile.fully_shard(module, mp_policy=policy)
+        model = shard_blocks(made(_Wide), mp_policy=fsdp_compile.MixedPrecision(gather_dtype=torch.int8))
         call = compile_eagerly(model, regions=regions)
         for step in range(3):
             model.zero_grad()
             call(torch.randn(4, 128, generator=torch.Generator().manual_seed(step))).square().sum().backward()
-        taken = model_of(model)
-        assert taken is not None
-        assert {p.spec.gather_format for group in taken.groups for p in group.params} == {"", "int8"}
+        params = [param for group in taken_over(model).groups for param in group.params]
+        assert {param.spec.gather_format for param in params} == {"", "int8"}
         sides.append([parameter.grad.to_local() for parameter in model.parameters()])
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(*sides, strict=True))
 
 
-def test_gathers_in_8_bits() -> None:
-    run_ranks(_quantized)
+@on_ranks()
+def test_a_reduction_of_the_users() -> None:
+    """It is called for each of the six units that are compiled, and averages as FSDP2 does for two ranks."""
+    calls: list[object] = []
 
-
-class _Summed:
-    """A user's reduction, which no graph knows: it counts its calls."""
-
-    calls = 0
-
-    def __call__(self, _state: object, gradient: torch.Tensor, output: torch.Tensor) -> None:
-        self.calls += 1
+    def summed(state: object, gradient: torch.Tensor, output: torch.Tensor) -> None:
+        calls.append(state)
         dist.reduce_scatter_tensor(output, gradient)
         output.div_(dist.get_world_size())
 
-
-def _with_comm_hook() -> int:
-    pair, hook = pair_of(Deep), _Summed()
-    fsdp_compile.register_comm_hook(pair.model, hook)
+    pair = pair_of(Deep)
+    fsdp_compile.register_comm_hook(pair.model, summed)
     by_blocks(pair).train(steps=3)
-    return hook.calls
+    assert len(calls) >= 3 * 6
 
 
-def test_a_reduction_of_the_users() -> None:
-    """It is called for each of the six units that are compiled, and averages as FSDP2 does for two ranks."""
-    assert all(calls >= 3 * 6 for calls in run_ranks(_with_comm_hook))
-
-
-def _list_unit() -> None:
-    def listed(model: Any) -> None:
-        for block in model.blocks:
-            fully_shard(block)
-        fully_shard([model.norm, model.head])
-        fully_shard(model)
-
-    pair = by_blocks(pair_of(Deep, sharded=listed))
+@on_ranks()
+def test_a_unit_of_several_modules() -> None:
+    pair = by_blocks(pair_of(Deep, sharded=shard_lists))
     with gathered_by_hooks() as titles:
         pair.train(steps=3)
     assert set(titles) == {"(root)"}
 
 
-def test_a_unit_of_several_modules() -> None:
-    run_ranks(_list_unit)
+class _Broken(Deep):
+    """Its root's code has graph breaks: it prints, looks at a value, and calls what no compiler knows."""
+
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for number, block in enumerate(self.blocks):
+            if x.detach().sum().item() > 1e9 or number < 0:
+                break
+            torch._dynamo.graph_break()
+            x = self.call(block, x)
+        return x
 
 
-def _without_root() -> None:
-    def blocks_alone(model: Any) -> None:
-        for block in model.blocks:
-            fully_shard(block)
-
-    def compiled_alone(model: Any) -> None:
-        blocks_alone(model)
-        for block in model.blocks:
-            compile_in_place(block)
-
-    pair = WithFsdp2(Deep, blocks_alone, batch, cross_entropy, ours=compiled_alone)
+@on_ranks()
+def test_graph_breaks_in_the_root() -> None:
+    torch._dynamo.utils.counters.clear()
+    pair = by_blocks(pair_of(_Broken))
     with gathered_by_hooks() as titles:
         pair.train(steps=3)
-    assert not titles[8:]
+    assert set(titles) == {"(root)"}
+    assert unique_graphs() == 3
 
 
-def test_blocks_without_a_root() -> None:
-    run_ranks(_without_root)
+@pytest.mark.long
+@on_ranks()
+def test_lengths_that_change_compile_no_more_than_with_fsdp2() -> None:
+    """Block by block the embedding and the head are compiled, too, for each number of dimensions that changes."""
+    counts = []
+    for compiles in (compile_in_place, lambda block: block.compile(backend="aot_eager"), None):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+
+        def ours(model: Any, compiles: Any = compiles) -> None:
+            shard(model)
+            for block in model.blocks if compiles is not None else ():
+                compiles(block)
+
+        pair = WithFsdp2(Deep, shard, lambda step: batch(step, (2, 5 + 3 * (step % 6))), cross_entropy, ours=ours)
+        if compiles is None:
+            by_blocks(pair)
+        pair.train(steps=12, within=REDUCED_TWICE)
+        counts.append(unique_graphs())
+    looped, theirs, one_by_one = counts
+    assert looped <= theirs
+    assert one_by_one <= theirs + 2 * theirs
+
+
+# Scripts that compile their blocks in a loop, with one word changed: `backend="fsdp"`.
+
+HEADS = 2
+
+
+@pytest.mark.long
+@on_ranks()
+def test_blocks_of_one_unit_that_are_computed_again() -> None:
+    """The model is taken over within the first forward, after FSDP2 has begun to gather that unit."""
+
+    def sharded(model: Any) -> None:
+        fully_shard(list(model.blocks))
+        fully_shard([model.norm, model.head])
+        fully_shard(model)
+
+    def compiled(model: Any) -> None:
+        sharded(model)
+        for block in model.blocks:
+            compile_in_place(block, reduce_layout="fsdp2")
+
+    WithFsdp2(_Checkpointed, sharded, batch, cross_entropy, ours=compiled).train(steps=2)
+
+
+# A script as torchtitan's: its model, what shards it, and what compiles it.
+
+
+class _Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = x.shape
+        q, k, v = (w(x).view(batch, length, HEADS, -1) for w in (self.wq, self.wk, self.wv))
+        q, k = (_turn(each, turns) for each in (q, k))
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+        scores = (q @ k.transpose(2, 3)).float() / (WIDTH // HEADS) ** 0.5
+        later = torch.ones(length, length, dtype=torch.bool).triu(1)
+        weights = scores.masked_fill(later, float("-inf")).softmax(-1).type_as(v)
+        return self.wo((weights @ v).transpose(1, 2).reshape(batch, length, -1))
+
+
+def _turn(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+    pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * turns[: x.shape[1], None]).flatten(3).type_as(x)
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = _Attention()
+        self.w1, self.w3 = (nn.Linear(WIDTH, 2 * WIDTH, bias=False) for _ in range(2))
+        self.w2 = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+        self.attention_norm, self.ffn_norm = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x), turns)
+        normed = self.ffn_norm(x)
+        return x + self.w2(F.silu(self.w1(normed)) * self.w3(normed))
+
+
+class _Transformer(nn.Module):
+    turns: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok_embeddings = nn.Embedding(VOCABULARY, WIDTH)
+        angles = torch.outer(torch.arange(64), 1 / 100 ** (torch.arange(0, 8, 2) / 8))
+        self.register_buffer("turns", torch.polar(torch.ones_like(angles), angles), persistent=False)
+        self.layers = nn.ModuleDict({str(number): _Block() for number in range(3)})
+        self.norm = nn.RMSNorm(WIDTH)
+        self.output = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        h = self.tok_embeddings(tokens)
+        for layer in self.layers.values():
+            h = layer(h, self.turns)
+        return self.output(self.norm(h))
+
+
+def _apply_fsdp(model: Any, **settings: Any) -> None:
+    fully_shard(model.tok_embeddings, **settings)
+    for block in model.layers.values():
+        fully_shard(block, **settings)
+    fully_shard([model.norm, model.output], reshard_after_forward=False, **settings)
+    fully_shard(model, **settings)
+
+
+@pytest.mark.parametrize("compiles", ["in place", "registered"])
+@long.parametrize("dtype", ["fp32", "bf16"], always=["bf16"])
+@on_ranks()
+def test_a_script_as_torchtitans(compiles: str, dtype: str) -> None:
+    settings = {"mp_policy": MIXED} if dtype == "bf16" else {}
+    options: dict[str, Any] = {"reduce_layout": "fsdp2", "fullgraph": True}
+
+    def shard(model: Any) -> None:
+        _apply_fsdp(model, **settings)
+
+    def parallelize(model: Any) -> None:
+        for name, block in model.layers.named_children():
+            if compiles == "in place":
+                compile_in_place(block, **options)
+            else:  # as older ones did
+                model.layers.register_module(name, compile_eagerly(block, **options))
+        shard(model)
+
+    pair = WithFsdp2(_Transformer, shard, batch, cross_entropy, ours=parallelize)
+    if compiles == "registered":  # names of parameters have a part of their own there
+        pair.compare_gradients = pair.compare_parameters = lambda *_: None  # type: ignore[method-assign]
+    with gathered_by_hooks() as titles:
+        pair.train(steps=3)
+        with torch.no_grad():
+            pair.losses()
+        pair.train(pair.call, pair.call, steps=1)
+    for mine, theirs in zip(pair.model.parameters(), pair.reference.parameters(), strict=True):
+        assert torch.equal(mine.to_local(), theirs.to_local())
+    assert not [title for title in titles[3:] if "layers" in title]

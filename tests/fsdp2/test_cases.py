@@ -10,7 +10,7 @@ import traceback
 
 import torch
 
-from tests.fsdp2.cases import breaks, compiled, gradients, llama, state, structures, uneven_ranks, values  # noqa: F401
+from tests.fsdp2.cases import breaks, compiled, structures, values  # noqa: F401
 from tests.fsdp2.decoder import GROUPS
 from tests.long import parametrize
 from tests.ranks import on_ranks

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import fsdp_compile
 from fsdp_compile.capture.forms import LIKE_UNITS, choose_form
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.fsdp2.take_over import model_of
-from fsdp_compile.progress import LOGGER
-from tests.fsdp2.decoder import WIDTH, Block, Decoder, batch, cross_entropy, gathered_by_hooks, pair_of, shard
-from tests.ranks import run_ranks
-from tests.two_sides import compile_eagerly, compile_in_place, made
+from tests.fsdp2.decoder import (
+    WIDTH,
+    Block,
+    Decoder,
+    batch,
+    cross_entropy,
+    gathered_by_hooks,
+    pair_of,
+    progress_lines,
+    shard,
+    shard_lists,
+    through_a_function,
+)
+from tests.ranks import on_ranks
+from tests.two_sides import compile_eagerly, compile_in_place, made, shard_blocks, taken_over
 
 pytestmark = pytest.mark.core
 
@@ -30,12 +39,11 @@ class _Many(Decoder):
         self.blocks = nn.ModuleList([self.block() for _ in range(number)])
 
 
-class _Unlike(Decoder):
+class _Unlike(_Many):
     """As many blocks, of which half have no biases."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([self.block() for _ in range(LIKE_UNITS)])
         for block in self.blocks[::2]:
             block.a.bias = None  # type: ignore[union-attr]
 
@@ -53,19 +61,6 @@ class _Layers(nn.Module):
         return x
 
 
-def _list_unit(model: Any) -> None:
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard([model.norm, model.head])
-    fully_shard(model)
-
-
-def _blocks_and_root(model: Any) -> None:
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
-
-
 def _prefetch_lists(model: Any) -> None:
     shard(model)
     model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1]])
@@ -80,8 +75,7 @@ def _in_8_bits(model: Any) -> None:
     """A root with a table that is sent in 8 bits."""
     model.table = nn.Parameter(torch.zeros(256, 256))
     policy = fsdp_compile.MixedPrecision(gather_dtype=torch.int8)
-    for module in (*model.blocks, model):
-        fsdp_compile.fully_shard(module, mp_policy=policy)
+    shard_blocks(model, mp_policy=policy)
 
 
 BLOCKS = f"block by block: {LIKE_UNITS} units of Block"
@@ -92,7 +86,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], object], str]] 
     "unlike": (_Unlike, shard, "whole: it has fewer than 12 like units"),
     "layers": (_Layers, fsdp_compile.fully_shard, "whole: it has fewer than 12 like units"),
     "not sharded": (_Many, id, "whole: it has fewer than 12 like units"),
-    "a unit of two modules": (_Many, _list_unit, "whole: unit norm+head has several modules"),
+    "a unit of two modules": (_Many, shard_lists, "whole: unit norm+head has several modules"),
     "lists": (_Many, _prefetch_lists, "whole: unit blocks.0 has lists of what to prefetch"),
     "open": (
         _Many,
@@ -122,7 +116,8 @@ def _form(model: nn.Module, **how: Any) -> str:
     return f"{'block by block' if blocks else 'as a whole'}: {why}"
 
 
-def _choices() -> None:
+@on_ranks()
+def test_the_form_and_why() -> None:
     for name, (make, prepare, wanted) in MODELS.items():
         model = made(make)
         prepare(model)
@@ -134,7 +129,7 @@ def _choices() -> None:
     assert "fullgraph" in _form(deep, fullgraph=True)
     assert "CUDA graph" in _form(deep, mode="reduce-overhead")
     table_in_root = made(_Many)
-    _blocks_and_root(table_in_root)
+    shard_blocks(table_in_root, fully_shard)
     assert "a table that is in no block" in _form(table_in_root, options={"embedding": "sharded"})
     undivided = made(_Many)
     fully_shard(undivided)
@@ -142,43 +137,19 @@ def _choices() -> None:
         _form(undivided, options={"regions": "blocks"})
 
 
-def test_the_form_and_why() -> None:
-    run_ranks(_choices)
-
-
-@contextlib.contextmanager
-def _said() -> Iterator[list[str]]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    LOGGER.addHandler(handler)
-    LOGGER.setLevel(logging.INFO)
-    try:
-        yield lines
-    finally:
-        LOGGER.removeHandler(handler)
-        LOGGER.setLevel(logging.NOTSET)
-
-
 def _regions(model: nn.Module) -> set[int]:
-    taken = model_of(model)
-    assert taken is not None
-    return {region.number for unit in taken.units for region in unit.compiled_regions.values()}
+    return {region.number for unit in taken_over(model).units for region in unit.compiled_regions.values()}
 
 
-def _by_default() -> list[str]:
+@on_ranks()
+def test_a_deep_model_is_compiled_block_by_block() -> None:
     pair = pair_of(_Many)
-    with _said() as lines:
+    with progress_lines() as lines:
         pair.compiled(fullgraph=False)
         pair.train(steps=2)
     assert _regions(pair.model) == {0, 1, 2}
-    return [line for line in lines if " is compiled " in line]
-
-
-def test_a_deep_model_is_compiled_block_by_block() -> None:
-    first, second = run_ranks(_by_default)
-    assert first == [f"_Many is compiled {BLOCKS} are like one another"]
-    assert second == []
+    said = [line for line in lines if " is compiled " in line]
+    assert said == ([] if dist.get_rank() else [f"_Many is compiled {BLOCKS} are like one another"])
 
 
 class _Numbered(Block):
@@ -197,20 +168,18 @@ class _ManyNumbered(_Many):
             block.number = number  # type: ignore[assignment]
 
 
-def _numbered() -> None:
+@pytest.mark.long
+@on_ranks()
+def test_blocks_whose_code_reads_their_number_are_all_compiled() -> None:
+    """Dynamo would leave those past its limit of graphs for one code to Python."""
     pair = pair_of(_ManyNumbered)
     with gathered_by_hooks() as titles:
         pair.train(pair.compiled(fullgraph=False), steps=2)
     assert set(titles) == {"(root)"}
 
 
-@pytest.mark.long
-def test_blocks_whose_code_reads_their_number_are_all_compiled() -> None:
-    """Dynamo would leave those past its limit of graphs for one code to Python."""
-    run_ranks(_numbered)
-
-
-def _plain() -> None:
+@on_ranks()
+def test_a_deep_plain_model() -> None:
     model = made(_Many)
     call = compile_eagerly(model)
     before = [parameter.detach().clone() for parameter in model.parameters()]
@@ -223,43 +192,31 @@ def _plain() -> None:
     assert not all(torch.equal(old, new.full_tensor()) for old, new in zip(before, model.parameters(), strict=True))
 
 
-def test_a_deep_plain_model() -> None:
-    run_ranks(_plain)
-
-
-def _others_are_whole() -> None:
+@pytest.mark.long
+@on_ranks()
+def test_functions_and_compiles_in_place_are_whole() -> None:
     in_place = pair_of(_Many)
     compile_in_place(in_place.model)
     in_place.train(steps=1)
     assert _regions(in_place.model) == {0}
 
     pair = pair_of(_Many)
-    model = pair.model
-    function = compile_eagerly(lambda tokens: cross_entropy(model, tokens), fullgraph=True)
-    pair.train(steps=1, loss=lambda each, tokens: function(tokens) if each is model else cross_entropy(each, tokens))
-    assert _regions(model) == {0}
+    pair.train(steps=1, loss=through_a_function(pair)[1])
+    assert _regions(pair.model) == {0}
 
 
 @pytest.mark.long
-def test_functions_and_compiles_in_place_are_whole() -> None:
-    run_ranks(_others_are_whole)
-
-
-def _in_turn() -> None:
+@on_ranks()
+def test_both_forms_of_one_model() -> None:
     """One model in both forms: its blocks stay compiled, and graphs of the whole read through them."""
     pair = pair_of(_Many)
     model = pair.model
     call = pair.compiled(fullgraph=False)
     pair.train(steps=1)
-    function = compile_eagerly(lambda tokens: cross_entropy(model, tokens), fullgraph=True)
+    _, loss = through_a_function(pair)
     whole = compile_eagerly(model, regions="whole", fullgraph=True)
     for _ in range(2):
         pair.train(call, steps=1)
         pair.train(whole, steps=1)
         pair.train(model, steps=1)
-        pair.train(steps=1, loss=lambda each, batch: function(batch) if each is call else cross_entropy(each, batch))
-
-
-@pytest.mark.long
-def test_both_forms_of_one_model() -> None:
-    run_ranks(_in_turn)
+        pair.train(model, steps=1, loss=loss)

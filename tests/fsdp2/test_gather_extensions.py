@@ -1,4 +1,4 @@
-"""All-gather extensions in compiled models: FSDP2's hooks gather such units, and the bits are FSDP2's."""
+"""Parameters whose class says how they are gathered: FSDP2's hooks gather such units, and the bits are FSDP2's."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile.backend import fsdp
-from fsdp_compile.fsdp2.take_over import model_of
+import fsdp_compile
+from fsdp_compile import FSDPCompileError
 from tests import long
+from tests.fake_world import fake_world
 from tests.models.extended import Eight, Half, Layers, Pair, Released, Wrapped
-from tests.ranks import on_ranks, run_ranks
+from tests.ranks import on_ranks
+from tests.two_sides import MIXED, compile_eagerly, made, mesh_of, taken_over
 
 STEPS = 2
 
@@ -41,19 +42,13 @@ class _Case:
     mesh: tuple[int, ...] = ()
     arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
 
-    @property
-    def world_size(self) -> int:
-        """Ranks."""
-        return 4 if self.mesh else 2
 
-
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 CASES = {
     "16 bits": _Case(),
     "uneven rows": _Case(rows=7),
     "16 bits, released": _Case(Released),
     "8 bits and scales": _Case(Eight),
-    "8 bits, computed in bf16": _Case(Eight, arguments={"mp_policy": BF16}),
+    "8 bits, computed in bf16": _Case(Eight, arguments={"mp_policy": MIXED}),
     "unsharded until backward": _Case(arguments={"reshard_after_forward": False}),
     "accumulated": _Case(micro_batches=2),
     "replicas": _Case(mesh=(2, 2)),
@@ -66,31 +61,29 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return (local.wrapped if isinstance(local, Wrapped) else local).clone()
 
 
-def _trained(case: _Case, *, is_compiled: bool = False) -> list[torch.Tensor]:
-    """Losses, gradients and parameters of this rank, and the output of a forward without gradients."""
-    torch.manual_seed(0)
-    model = Layers(case.kind, case.rows)
-    arguments = dict(case.arguments)
-    if case.mesh:
-        arguments["mesh"] = init_device_mesh("cpu", case.mesh, mesh_dim_names=("replicate", "shard"))
+def _sharded(case: _Case) -> Layers:
+    model = made(lambda: Layers(case.kind, case.rows))
+    arguments = {**case.arguments, **({"mesh": mesh_of(case.mesh)} if case.mesh else {})}
     for module in (model.up, model.middle, model.down, model):
         fully_shard(module, **arguments)
+    return model
+
+
+def _trained(case: _Case, *, is_compiled: bool = False) -> list[torch.Tensor]:
+    """Losses, gradients and parameters of this rank, and the output of a forward without gradients."""
+    model: Any = _sharded(case)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
-    call: Callable[..., torch.Tensor] = model
-    if is_compiled:
-        call = torch.compile(model, backend=fsdp, options={"lower": "eager"})
+    call = compile_eagerly(model) if is_compiled else model
     torch.manual_seed(100 + dist.get_rank())
     found = []
     for _ in range(STEPS):
         for number in range(case.micro_batches):
-            model.set_requires_gradient_sync(number == case.micro_batches - 1)  # type: ignore[operator]
+            model.set_requires_gradient_sync(number == case.micro_batches - 1)
             loss = call(torch.randn(4, 6)).square().sum()
             loss.backward()
             found.append(loss.detach().clone())
         if is_compiled:
-            taken = model_of(model)
-            assert taken is not None
-            assert [bool(unit.only_hooks) for unit in taken.units] == [False, True, False, True]
+            assert [bool(unit.only_hooks) for unit in taken_over(model).units] == [False, True, False, True]
         found += [_local(p.grad) for p in model.parameters() if p.grad is not None]
         optimizer.step()
         optimizer.zero_grad()
@@ -99,17 +92,14 @@ def _trained(case: _Case, *, is_compiled: bool = False) -> list[torch.Tensor]:
         return [*found, call(torch.ones(2, 6)).clone()]
 
 
-def _compare(name: str) -> None:
+@long.parametrize("name", CASES, always=["8 bits and scales"])
+@on_ranks(world_size=lambda name: 4 if CASES[name].mesh else 2)
+def test_bits_are_those_of_fsdp2(name: str) -> None:
     case = CASES[name]
     expected = _trained(case)
     assert len(expected) == STEPS * (case.micro_batches + 6) + 7
     for place, (mine, theirs) in enumerate(zip(_trained(case, is_compiled=True), expected, strict=True)):
-        assert torch.equal(mine, theirs), (name, place)
-
-
-@long.parametrize("name", CASES, always=["8 bits and scales"])
-def test_bits_are_those_of_fsdp2(name: str) -> None:
-    run_ranks(_compare, name, world_size=CASES[name].world_size)
+        assert torch.equal(mine, theirs), place
 
 
 def _pairs(*, is_compiled: bool = False) -> list[torch.Tensor]:
@@ -123,9 +113,7 @@ def _pairs(*, is_compiled: bool = False) -> list[torch.Tensor]:
         fully_shard(layer)
     fully_shard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    call: Any = model
-    if is_compiled:
-        call = torch.compile(model, backend=fsdp, options={"lower": "eager"})
+    call: Any = compile_eagerly(model) if is_compiled else model
     torch.manual_seed(100 + dist.get_rank())
     found = []
     for _ in range(STEPS):
@@ -148,17 +136,13 @@ def test_unsharded_parameters_may_be_of_a_class() -> None:
     assert len(found) == len(expected) == 2 * STEPS + 6
 
 
-def _in_one_graph() -> str:
+@on_ranks()
+def test_one_graph_is_refused_by_name() -> None:
     model = Layers(Half)
     for module in (model.up, model):
         fully_shard(module)
-    with pytest.raises(Exception, match="FSDP2's hooks gather unit 'up'") as caught:
-        torch.compile(model, backend=fsdp, fullgraph=True, options={"lower": "eager"})(torch.randn(4, 6))
-    return str(caught.value)
-
-
-def test_one_graph_is_refused_by_name() -> None:
-    assert "fsdp_pre_all_gather" in run_ranks(_in_one_graph)[0]
+    with pytest.raises(Exception, match=r"(?s)FSDP2's hooks gather unit 'up'.*fsdp_pre_all_gather"):
+        compile_eagerly(model, fullgraph=True)(torch.randn(4, 6))
 
 
 @on_ranks()
@@ -166,12 +150,40 @@ def test_the_outermost_unit() -> None:
     """The outermost module reads such parameters itself, in the call in which the model is taken over."""
     found = []
     for is_compiled in (False, True):
-        torch.manual_seed(0)
-        model = Layers(Half)
+        model = made(lambda: Layers(Half))
         fully_shard(model)
-        call = torch.compile(model, backend=fsdp, fullgraph=True, options={"lower": "eager"}) if is_compiled else model
+        call = compile_eagerly(model, fullgraph=True) if is_compiled else model
         losses = [call(torch.ones(4, 6)).square().sum() for _ in range(STEPS)]
         torch.stack(losses).sum().backward()
         found.append([*losses, *(_local(p.grad) for p in model.parameters() if p.grad is not None)])
     assert len(found[0]) == STEPS + 6
     assert [i for i, (a, b) in enumerate(zip(*found, strict=True)) if not torch.equal(a, b)] == []
+
+
+@on_ranks()
+def test_optimizers_of_this_package_update_it() -> None:
+    """Optimizers that see several parameters as one, or step in backward, leave these to themselves."""
+
+    def run(change: Callable[[torch.optim.Optimizer], object], *, is_compiled: bool) -> list[torch.Tensor]:
+        model = _sharded(_Case())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+        change(optimizer)
+        call: Any = compile_eagerly(model) if is_compiled else model
+        torch.manual_seed(dist.get_rank())
+        for _ in range(2):
+            call(torch.randn(4, 6)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [_local(parameter) for parameter in model.parameters()]
+
+    expected = run(lambda _: None, is_compiled=False)
+    assert not torch.equal(expected[0], _local(_sharded(_Case()).get_parameter("up.weight")))
+    for change in (fsdp_compile.flat_step, fsdp_compile.step_in_backward):
+        for is_compiled in (False, True):
+            assert all(map(torch.equal, run(change, is_compiled=is_compiled), expected))
+
+
+def test_a_plan_that_would_ask_for_values_is_refused_by_name() -> None:
+    with fake_world(2), pytest.raises(FSDPCompileError, match="values") as caught:
+        fsdp_compile.explain(Layers(Half), torch.ones(2, 6))
+    assert "explain(Layers), up.weight" in str(caught.value.where)

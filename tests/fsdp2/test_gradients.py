@@ -21,7 +21,7 @@ from tests import long
 from tests.models.kinds import Slim
 from tests.models.outlines import Small
 from tests.numerics.one_process.measure import gradient_difference
-from tests.ranks import on_ranks, run_ranks
+from tests.ranks import on_ranks
 from tests.two_sides import Run, WithOneProcess, close, loss_of, share
 
 HOW: Final = long.parametrize("how", [Run.PLAIN, Run.SHARDED], always=[Run.SHARDED], ids=lambda how: how.value)
@@ -103,7 +103,9 @@ def _backward(called: Any) -> None:
     loss_of(called(_batch())).backward()
 
 
-def _removed_by_itself(kind: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks()
+def test_hooks_are_called_and_removed_as_in_one_process(kind: str) -> None:
     pair = WithOneProcess(Small, Run.SHARDED)
     counts: list[list[str]] = []
     for model, each in pair.called():
@@ -111,47 +113,44 @@ def _removed_by_itself(kind: str) -> None:
         counts.append(called)
         handles: list[RemovableHandle] = []
 
-        def once(_: torch.Tensor, called: list[str] = called, handles: list[RemovableHandle] = handles) -> None:
-            called.append("once")
-            for handle in handles:
-                handle.remove()
+        def hook(name: str, called: list[str] = called, handles: list[RemovableHandle] = handles) -> Any:
+            def noted(_: torch.Tensor) -> None:
+                called.append(name)
+                for handle in handles if name == "once" else ():
+                    handle.remove()
 
-        def removed(_: torch.Tensor, called: list[str] = called) -> None:
-            called.append("removed")
-
-        def always(_: torch.Tensor, called: list[str] = called) -> None:
-            called.append("always")
+            return noted
 
         register = getattr(model.get_parameter("up.weight"), kind)
-        handles += [register(once), register(removed)]
-        register(always)
+        handles += [register(hook("once")), register(hook("removed"))]
+        register(hook("always"))
         for _ in range(2):
             _backward(each)
     assert counts[0] == counts[1] == ["once", "removed", "always", "always"]
     pair.compare()
 
 
-def _in_chosen_gradients(how: Run) -> None:
+@pytest.mark.parametrize("how", [Run.SHARDED, Run.PLAIN])
+@on_ranks()
+def test_hooks_change_chosen_gradients(how: Run) -> None:
     pair = WithOneProcess(Small, how)
     pair.backward()
     found = []
     for model, called in pair.called():
-        model.get_parameter("up.weight").register_hook(lambda g: g * 3)
-        model.get_parameter("up.weight").register_hook(lambda _: None)
-        asked = [model.get_parameter("up.weight"), model.get_parameter("up.bias")]
-        found.append(torch.autograd.grad(loss_of(called(_batch())), asked))
+        weight = model.get_parameter("up.weight")
+        weight.register_hook(lambda g: g * 3)
+        weight.register_hook(lambda _: None)
+        found.append(torch.autograd.grad(loss_of(called(_batch())), [weight, model.get_parameter("up.bias")]))
     for mine, theirs in zip(*found, strict=True):
         assert isinstance(mine, DTensor)
         close(mine.full_tensor(), theirs, "gradient")
 
 
-def _penalized_loss(call: Any, model: Any) -> torch.Tensor:
-    squares: list[Any] = [p.square().sum() for p in model.parameters()]
-    penalty = torch.stack([s.full_tensor() if isinstance(s, DTensor) else s for s in squares]).sum()
-    return loss_of(call(_batch())) + penalty
-
-
-def _beside_a_penalty(how: Run) -> None:
+@pytest.mark.long
+@pytest.mark.parametrize("how", [Run.SHARDED, Run.PLAIN])
+@on_ranks()
+def test_a_hook_beside_a_penalty_outside_of_the_forward_is_called_once(how: Run) -> None:
+    """With the sum of both parts of the gradient."""
     for kind in KINDS:
         pair = WithOneProcess(Small, how)
         pair.backward()
@@ -164,16 +163,9 @@ def _beside_a_penalty(how: Run) -> None:
                 called.append("called")
 
             getattr(model.get_parameter("up.weight"), kind)(hook)
-            _penalized_loss(each, model).backward()
+            (loss_of(each(_batch())) + _penalty(model)).backward()
         assert counts[0] == counts[1] == ["called"]
         pair.compare()
-
-
-@pytest.mark.long
-def test_a_hook_beside_a_penalty_outside_of_the_forward_is_called_once() -> None:
-    """With the sum of both parts of the gradient."""
-    for how in (Run.SHARDED, Run.PLAIN):
-        run_ranks(_beside_a_penalty, how)
 
 
 @pytest.mark.long
@@ -215,15 +207,7 @@ def test_a_gradient_times_a_whole_mask() -> None:
     pair.train(steps=1)
 
 
-@on_ranks()
-def test_hooks_are_called_and_removed_as_in_one_process() -> None:
-    for how in (Run.SHARDED, Run.PLAIN):
-        _in_chosen_gradients(how)
-    for kind in KINDS:
-        _removed_by_itself(kind)
-
-
-@long.parametrize("how", [Run.PLAIN, Run.SHARDED], always=[Run.SHARDED], ids=lambda how: how.value)
+@HOW
 @on_ranks()
 def test_a_hook_for_the_first_gradient_is_called_once_in_each_backward(how: Run) -> None:
     pair = WithOneProcess(Small, how)
@@ -316,21 +300,14 @@ class _Children(_Squares):
         return sum((p.abs().sum() for n, p in self.blocks.named_parameters() if "weight" in n), torch.zeros(()))
 
 
-def _differences(make: Callable[[], nn.Module]) -> tuple[float, float]:
-    """Of gradients, and of the loss in inference."""
+@pytest.mark.core
+@long.parametrize("make", [_Squares, _Undifferentiated, _Norm, _Children], always=[_Norm])
+@on_ranks()
+def test_a_penalty_over_parameters_is_one_of_full_parameters(make: Callable[[], nn.Module]) -> None:
     pair = WithOneProcess(make, shape=32, rows=4, twice=False)
     batch = pair.batch(1)
     pair.call(share(batch)).backward()
     pair.reference(batch).backward()
-    gradient = gradient_difference(*pair)
+    assert gradient_difference(*pair) < 1e-5
     with torch.no_grad():
-        expected = pair.reference(batch)
-        return gradient, ((pair.call(batch) - expected) / expected).abs().item()
-
-
-@pytest.mark.core
-@long.parametrize("make", [_Squares, _Undifferentiated, _Norm, _Children], always=[_Norm])
-def test_a_penalty_over_parameters_is_one_of_full_parameters(make: Callable[[], nn.Module]) -> None:
-    for gradient, inference in run_ranks(_differences, make):
-        assert gradient < 1e-5
-        assert inference < 1e-6
+        close(pair.call(batch), pair.reference(batch), "loss in inference", (1e-6, 0.0))

@@ -10,25 +10,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import (
-    Schedule1F1B,
-    ScheduleInterleaved1F1B,
-)
+from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import fully_shard
 from tests import long
+from tests.models.layers import Residual
 from tests.ranks import on_ranks
-from tests.two_sides import close
-
-
-class _Stage(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(F.gelu(self.up(x)))
+from tests.two_sides import compare_gradients, compile_in_place
 
 
 @long.parametrize("stages_per_rank", [1, 2], always=[])
@@ -37,13 +26,12 @@ def test_pipeline_stages_reduce_once_and_reshard(stages_per_rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data"))
     place, data = mesh.get_local_rank("pipeline"), mesh.get_local_rank("data")
     torch.manual_seed(0)
-    reference = nn.Sequential(*[_Stage() for _ in range(2 * stages_per_rank)])
+    reference = nn.Sequential(*[Residual(8, 8) for _ in range(2 * stages_per_rank)])
     mine: list[Any] = copy.deepcopy([reference[place + 2 * i] for i in range(stages_per_rank)])
     batch, target = torch.randn(2, 16, 8, generator=torch.Generator().manual_seed(1))
     for stage in mine:
         fully_shard(stage.up, mesh=mesh["data"])
-        fully_shard(stage, mesh=mesh["data"])
-        stage.compile(backend="fsdp", options={"lower": "eager"})
+        compile_in_place(fully_shard(stage, mesh=mesh["data"]))
     group = mesh.get_group("pipeline")
     stages: list[Any] = [
         PipelineStage(m, place + 2 * i, 2 * stages_per_rank, torch.device("cpu"), group=group)
@@ -61,8 +49,5 @@ def test_pipeline_stages_reduce_once_and_reshard(stages_per_rank: int) -> None:
         schedule.step(*inputs, target=target.chunk(2)[data] if place == 1 else None)
         F.mse_loss(reference(batch), target).backward()
         for i, model in enumerate(mine):
-            theirs = reference[place + 2 * i].parameters()
-            for parameter, expected in zip(model.parameters(), theirs, strict=True):
-                assert isinstance(parameter.grad, DTensor)
-                close(parameter.grad.full_tensor(), expected.grad, "gradient")
+            compare_gradients(model, reference[place + 2 * i])
             assert all(isinstance(parameter, DTensor) for parameter in model.parameters())

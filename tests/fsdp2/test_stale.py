@@ -16,10 +16,10 @@ from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2.stale import StaleParameter
 from fsdp_compile.optim.whole_step import whole_step
 from tests import long
-from tests.fsdp2.one_line import Model, pair_of
+from tests.fsdp2.test_plain import Model, pair_of
 from tests.models.outlines import Small
-from tests.ranks import on_ranks, run_ranks
-from tests.two_sides import Make, Run, WithOneProcess, adamw, compile_eagerly, loss_of, sgd
+from tests.ranks import on_ranks
+from tests.two_sides import Make, Run, WithOneProcess, adamw, compile_eagerly, local, loss_of, sgd
 from tests.two_sides import compile_eagerly as one_line
 
 OPTIMIZERS: dict[str, Make] = {
@@ -40,7 +40,13 @@ def _plain_steps(pair: WithOneProcess, count: int) -> None:
         pair.update()
 
 
-def _follows(kind: str, before: int) -> None:
+CASES = [*((kind, 0) for kind in OPTIMIZERS), ("adamw", 2), ("sgd-momentum", 2)]
+"""Which optimizer is made before, and how many steps it makes before, which give it state."""
+
+
+@long.parametrize(("kind", "before"), CASES, always=[("adam-amsgrad", 0), ("sgd-momentum", 2)])
+@on_ranks()
+def test_an_optimizer_made_before_follows(kind: str, before: int) -> None:
     pair = pair_of(optimizer=OPTIMIZERS[kind])
     _plain_steps(pair, before)
     pair.call = one_line(pair.model)
@@ -61,18 +67,7 @@ def _follows(kind: str, before: int) -> None:
         for value in state.values():
             if isinstance(value, torch.Tensor) and value.dim() > 0:
                 assert isinstance(value, DTensor)
-                assert isinstance(parameter, DTensor)
-                assert value.to_local().shape == parameter.to_local().shape
-
-
-@long.parametrize("kind", OPTIMIZERS, always=["adam-amsgrad"])
-def test_an_optimizer_made_before_follows(kind: str) -> None:
-    run_ranks(_follows, kind, 0)
-
-
-@long.parametrize("kind", ["adamw", "sgd-momentum"], always=["sgd-momentum"])
-def test_an_optimizer_with_state_follows(kind: str) -> None:
-    run_ranks(_follows, kind, 2)
+                assert value.to_local().shape == local(parameter).shape
 
 
 @on_ranks()
@@ -98,13 +93,8 @@ def test_lists_from_before() -> None:
     # Attributes are those of the sharded parameter.
     assert head.grad is now.grad
     assert head.grad is not None
-    assert (head.shape, head.dtype, head.requires_grad, head.dim(), head.numel()) == (
-        (3, 6),
-        torch.float32,
-        True,
-        2,
-        18,
-    )
+    assert (head.shape, head.dtype, head.dim(), head.numel()) == ((3, 6), torch.float32, 2, 18)
+    assert head.requires_grad
     assert head.decay == now.decay == 0.5
     assert isinstance(head.data, DTensor)
     assert copy.deepcopy(head).shape == head.shape
@@ -266,7 +256,9 @@ class _Tagged(Small):
         return super().forward(x) * getattr(self.scale, "tag", 1.0)
 
 
-def _check_changed(change: Change) -> None:
+@pytest.mark.parametrize("change", [_clip, _freeze, _mark])
+@on_ranks()
+def test_changes_through_an_old_list_of_parameters_are_those_of_the_sharded_ones(change: Change) -> None:
     """A list that was taken before, and changed before the first step and after it."""
     pair = WithOneProcess(_Tagged, Run.UNSHARDED, optimizer=sgd)
     old, theirs = (list(model.parameters()) for model in pair)
@@ -279,9 +271,3 @@ def _check_changed(change: Change) -> None:
         pair.compare()
         pair.train(steps=1)
     assert all(isinstance(p, StaleParameter) == bool(p.dim()) for p in old), "FSDP2 cannot split numbers: they stay"
-
-
-@on_ranks()
-def test_changes_through_an_old_list_of_parameters_are_those_of_the_sharded_ones() -> None:
-    for change in (_clip, _freeze, _mark):
-        _check_changed(change)

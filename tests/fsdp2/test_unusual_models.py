@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import copy
 import types
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from torch.nn.functional import linear
@@ -19,8 +19,11 @@ from torch.nn.utils import parametrizations, parametrize
 from fsdp_compile import UnsupportedModelError, fully_shard, step_in_backward
 from tests import long
 from tests.fake_world import fake_world
-from tests.ranks import on_ranks, run_ranks
-from tests.two_sides import Run, WithOneProcess, compile_eagerly
+from tests.models.kinds import Stack
+from tests.models.unusual import KINDS
+from tests.numerics.one_process.measure import train_pair
+from tests.ranks import on_ranks
+from tests.two_sides import Run, WithOneProcess, close, compile_eagerly, made, whole
 
 Change = Callable[[nn.Linear], object]
 
@@ -36,9 +39,7 @@ class _Student(nn.Module):
 
 
 def _models() -> tuple[_Student, _Student]:
-    torch.manual_seed(0)
-    student = _Student(nn.Linear(6, 6))
-    plain = copy.deepcopy(student)
+    student, plain = (made(lambda: _Student(nn.Linear(6, 6))) for _ in range(2))
     fully_shard(student.others[0])
     fully_shard(student)
     return student, plain
@@ -57,8 +58,7 @@ def _train(student: _Student, call: Any, plain: _Student) -> None:
             optimizer.step()
             optimizer.zero_grad()
     for mine, theirs in zip(student.others[0].parameters(), plain.others[0].parameters(), strict=True):
-        assert isinstance(mine, DTensor)
-        torch.testing.assert_close(mine.full_tensor(), theirs.data)
+        close(whole(mine), theirs, "parameter")
 
 
 @on_ranks()
@@ -235,19 +235,14 @@ class _Tied(nn.Module):
         return functional_call(self.both, {"0.weight": self.value * 2}, (x,))
 
 
-def _check(make: Callable[[], nn.Module], how: Run) -> None:
-    pair = WithOneProcess(make, how)
-    pair.train()
+SWAPPED = [(make, Run.SHARDED) for make in (_FastWeights, _Broken, _Generated, _PutBack, _Tied)]
 
 
-@long.parametrize("make", [_FastWeights, _Broken, _Generated, _PutBack, _Tied], always=[_Generated])
-def test_compiled_code_reads_values_that_are_swapped_around_it(make: Callable[[], nn.Module]) -> None:
-    run_ranks(_check, make, Run.SHARDED)
-
-
-@pytest.mark.long
-def test_a_plain_model_with_functional_calls_is_sharded_and_left_to_python() -> None:
-    run_ranks(_check, _FastWeights, Run.PLAIN)
+@long.parametrize(("make", "how"), [*SWAPPED, (_FastWeights, Run.PLAIN)], always=[(_Generated, Run.SHARDED)])
+@on_ranks()
+def test_compiled_code_reads_values_that_are_swapped_around_it(make: Callable[[], nn.Module], how: Run) -> None:
+    """A plain model with functional calls is sharded, and left to Python."""
+    WithOneProcess(make, how).train()
 
 
 WIDTH = 6
@@ -317,16 +312,11 @@ QUESTIONS: dict[str, Callable[[_Asks], int]] = {
 }
 
 
-def _check_answers(names: list[str], how: Run) -> None:
-    for name in names:
-        pair = WithOneProcess(lambda name=name: _Asks(name), how, shape=WIDTH)  # type: ignore[misc]
-        pair.train(steps=2)
-
-
 @long.parametrize("how", [Run.PLAIN, Run.SHARDED], always=[Run.PLAIN])
 @long.parametrize("name", QUESTIONS, always=["isinstance", "between graphs"])
+@on_ranks()
 def test_questions_are_answered_as_in_one_process(name: str, how: Run) -> None:
-    run_ranks(_check_answers, [name], how)
+    WithOneProcess(lambda: _Asks(name), how, shape=WIDTH).train(steps=2)
 
 
 @on_ranks()
@@ -371,3 +361,97 @@ def test_compiled_code_takes_a_gathered_parameter() -> None:
                 _compiled_elsewhere(*call(torch.ones(2, WIDTH))).backward()
             assert model.own.grad is not None
             model.zero_grad()
+
+
+# Models of tests/models/unusual.py, and first calls.
+
+LEFT_TO_PYTHON = ("recurrent", "recurrent-first", "experts")
+"""No frame of these reaches the backend: they have to be sharded before."""
+
+
+@pytest.mark.core
+@long.parametrize("name", [name for name in KINDS if name not in LEFT_TO_PYTHON], always=["several-dtypes"])
+@on_ranks()
+def test_sharded_at_the_first_call(name: str) -> None:
+    train_pair(KINDS[name])
+
+
+@pytest.mark.core
+@long.parametrize("name", [*LEFT_TO_PYTHON, "penalty-of-blocks"], always=["penalty-of-blocks"])
+@on_ranks()
+def test_sharded_before_the_compile(name: str) -> None:
+    train_pair(KINDS[name], prepare=fully_shard)
+
+
+@pytest.mark.long
+@on_ranks()
+def test_through_inductor() -> None:
+    train_pair(KINDS["reads-of-another"], lower="inductor")
+
+
+class _Slow(nn.Module):
+    """A teacher that follows the student inside of forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Linear(32, 5), nn.Linear(32, 5).requires_grad_(requires_grad=False)
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        for mine, slow in zip(self.student.parameters(), self.teacher.parameters(), strict=True):
+            slow.mul_(0.9).add_(mine, alpha=0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.follow()
+        return self.student(x) - self.teacher(x)
+
+
+class _Clamped(nn.Module):
+    """Writes into what a read gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-1, 1)
+        return x * self.weight
+
+
+@pytest.mark.parametrize(("make", "line"), [(_Slow, "slow.mul_"), (_Clamped, "clamp_")])
+def test_updates_inside_of_a_graph_are_refused_with_their_line(make: Callable[[], nn.Module], line: str) -> None:
+    with fake_world(2), pytest.raises(BackendCompilerFailed) as caught:
+        torch.compile(make(), backend="fsdp", options={"lower": "eager"})(torch.ones(2, 32))
+    error = caught.value.inner_exception
+    assert isinstance(error, UnsupportedModelError)
+    assert "changes a gathered parameter in place" in error.what
+    assert line in (error.where or "")
+    assert "between steps" in (error.instead or "")
+
+
+class ReadEarly(Stack):
+    """Reads parameters in code that Dynamo leaves to Python, before its first graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(32, 32)
+
+    @torch._dynamo.disable
+    def early(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.early(x))
+
+
+@pytest.mark.long
+@on_ranks()
+def test_parameters_read_before_the_first_graph_get_their_gradients() -> None:
+    train_pair(ReadEarly)
+
+
+@long.parametrize("world_size", [1, 2], always=[2])
+@on_ranks(world_size=lambda world_size: world_size)
+def test_a_flat_shard_of_one_padded_slot(world_size: int) -> None:
+    WithOneProcess(lambda: nn.Linear(6, 7, bias=False), Run.PLAIN, twice=False).train(steps=1)

@@ -18,8 +18,7 @@ from tests.fake_world import fake_world
 from tests.models.kinds import KINDS, StackOfThree
 from tests.models.round_sizes import WIDTH, Broken, on_meta
 from tests.models.round_sizes import Stack as Blocks
-from tests.numerics.one_process.measure import Differences, train_pair
-from tests.numerics.one_process.test_model_kinds import assert_equal_training
+from tests.numerics.one_process.measure import Differences, assert_equal_training, train_pair
 from tests.partition.test_partition import sent
 from tests.ranks import run_ranks
 

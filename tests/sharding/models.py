@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_compile._torch.fully_shard import state_of
+from tests.models.kinds import WIDTH
 from tests.two_sides import Run, WithFsdp2, Within, WithOneProcess, whole
 
 
@@ -48,6 +49,20 @@ class Model(nn.Module):
             x = block(x)
         logits: torch.Tensor = self.head(self.norm(x))
         return logits if self.scale is None else logits * self.scale
+
+
+class Normed(nn.Module):
+    """Linear layers, a batch norm between them, and a buffer that scales."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 5)
+        self.register_buffer("scale", torch.linspace(0.9, 1.1, 5))
+        self.register_buffer("count", torch.tensor(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = (x.dtype, self.scale.dtype)
+        return self.down(torch.relu(self.norm(self.up(x)))) * self.scale
 
 
 def same_call(modules: Iterable[nn.Module]) -> list[list[nn.Module]]:

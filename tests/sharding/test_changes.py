@@ -5,7 +5,6 @@ Every change is done to a sharded model and to a copy of it in one process; both
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -21,14 +20,10 @@ from tests import long
 from tests.fake_world import fake_world
 from tests.fsdp2.decoder import VOCABULARY, Decoder, shard
 from tests.models.outlines import Odd, Small
-from tests.ranks import on_ranks, run_ranks
-from tests.two_sides import Run, WithOneProcess, adamw, compile_eagerly, compile_in_place, whole
+from tests.ranks import on_ranks
+from tests.two_sides import Run, WithOneProcess, adamw, compare_gradients, compile_eagerly, compile_in_place, made
 
-Change = Callable[[Any], None]
-
-
-def _name(change: Change) -> str:
-    return change.__name__.strip("_")
+Change = Callable[[Any], object]
 
 
 def _momentum(parameters: Any) -> torch.optim.Optimizer:
@@ -37,20 +32,6 @@ def _momentum(parameters: Any) -> torch.optim.Optimizer:
 
 def _double(model: Any) -> None:
     model.to(torch.float64)
-
-
-def _freeze_and_thaw(model: Any) -> None:
-    model.up.requires_grad_(requires_grad=False)
-    model.up.requires_grad_(requires_grad=True)
-
-
-def _freeze_one(model: Any) -> None:
-    model.up.weight.requires_grad_(False)  # noqa: FBT003
-
-
-def _freeze_all_but_one(model: Any) -> None:
-    model.requires_grad_(requires_grad=False)
-    model.down.weight.requires_grad_(True)  # noqa: FBT003
 
 
 def _thaw_all(model: Any) -> None:
@@ -70,32 +51,27 @@ def _write_through_data(model: Any) -> None:
     model.scale.data.fill_(-1.0)
 
 
-KEEPING: list[Change] = [
-    _freeze_and_thaw,
-    _freeze_one,
-    _freeze_all_but_one,
-    _initialize,
-    _write_through_data,
-]
+KEEPING: dict[str, Change] = {
+    "freeze and thaw": lambda model: model.up.requires_grad_(requires_grad=False).requires_grad_(),
+    "freeze one": lambda model: model.up.weight.requires_grad_(requires_grad=False),
+    "freeze all but one": lambda model: model.requires_grad_(requires_grad=False).down.weight.requires_grad_(),
+    "initialize": _initialize,
+    "write through data": _write_through_data,
+}
 """Changes after which the parameters are the same objects, so that the optimizer goes on with them."""
-
-
-def _check_keeping(names: list[str], how: Run) -> None:
-    for name in names:
-        pair = WithOneProcess(Small, how, optimizer=_momentum)
-        pair.train(steps=1)
-        pair.change(globals()[name])
-        pair.train(steps=1)
-        pair.change(_thaw_all)
-        pair.train(steps=1)
 
 
 @pytest.mark.core
 @long.parametrize("how", [Run.PLAIN, Run.SHARDED], always=[Run.SHARDED])
-@long.parametrize("change", KEEPING, always=[_freeze_one, _initialize], ids=_name)
-def test_compiled_code_sees_changes(change: Change, how: Run) -> None:
+@long.parametrize("change", KEEPING, always=["freeze one", "initialize"])
+@on_ranks()
+def test_compiled_code_sees_changes(change: str, how: Run) -> None:
     """A graph that was compiled before the change runs on, or is compiled again: never with old values."""
-    run_ranks(_check_keeping, [change.__name__], how)
+    pair = WithOneProcess(Small, how, optimizer=_momentum)
+    for do in (KEEPING[change], _thaw_all):
+        pair.train(steps=1)
+        pair.change(do)
+    pair.train(steps=1)
 
 
 @on_ranks()
@@ -146,36 +122,31 @@ def test_from_meta_through_to_empty_to_training() -> None:
     x = torch.randn(4, 10)
     compiled(x).square().mean().backward()
     reference(x).square().mean().backward()
-    for name, parameter in model.named_parameters():
-        expected = reference.get_parameter(name).grad
-        if expected is not None:
-            assert parameter.grad is not None
-            torch.testing.assert_close(whole(parameter.grad), expected)
+    compare_gradients(model, reference)
 
 
-def _thaw(model: Any) -> None:
-    model[0].requires_grad_(requires_grad=True)
+def _three_layers() -> Any:
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
 
 
-def _keep(model: Any) -> None:
-    model.set_reshard_after_backward(False)
+CHANGES: dict[str, Change] = {
+    "thaw": lambda model: model[0].requires_grad_(),
+    "keep": lambda model: model.set_reshard_after_backward(False),
+    "to float64 and back": lambda model: model.double().float(),
+}
 
 
-def _to_float64_and_back(model: Any) -> None:
-    model.double().float()
-
-
-@pytest.mark.parametrize("change", [_thaw, _keep, _to_float64_and_back], ids=_name)
-def test_training_goes_on_after_an_evaluation_in_inference_mode_that_follows_a_change(change: Change) -> None:
+@pytest.mark.parametrize("change", CHANGES)
+def test_training_goes_on_after_an_evaluation_in_inference_mode_that_follows_a_change(change: str) -> None:
     with fake_world(2):
-        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-        model[0].requires_grad_(change is not _thaw)
+        model = _three_layers()
+        model[0].requires_grad_(change != "thaw")
         fully_shard(model)
         call = compile_eagerly(model)
         x = torch.ones(2, 4)
         call(x).sum().backward()
         torch.optim.SGD(model.parameters()).step()
-        change(model)
+        CHANGES[change](model)
         with torch.inference_mode():
             call(x)
         call(x).sum().backward()
@@ -219,24 +190,17 @@ def _step_with_a_frozen_forward(made: Any, call: Any, frozen: Any, *, thaws: boo
 @pytest.mark.long
 @on_ranks()
 def test_gradients_of_a_forward_reach_parameters_that_are_frozen_for_the_next_one() -> None:
-    for frozen in (lambda made: made, lambda made: made[2]):
+    for frozen in (lambda model: model, lambda model: model[2]):
         for thaws, in_place in ((True, False), (True, True), (False, False)):
-            torch.manual_seed(0)
-            model: Any = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-            reference = copy.deepcopy(model)
+            model, reference = made(_three_layers), made(_three_layers)
             fully_shard(model)
-            if in_place:
-                model.compile(backend="fsdp", options={"lower": "eager"})
-            call = model if in_place else compile_eagerly(model)
+            call = compile_in_place(model) if in_place else compile_eagerly(model)
             for _ in range(2):
                 _step_with_a_frozen_forward(model, call, frozen, thaws=thaws)
                 _step_with_a_frozen_forward(reference, reference, frozen, thaws=thaws)
-                for made in (model, reference):
-                    made.requires_grad_(requires_grad=True)
-            for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
-                assert (parameter.grad is None) == (expected.grad is None)
-                if isinstance(parameter.grad, DTensor):
-                    torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad)
+                for each in (model, reference):
+                    each.requires_grad_(requires_grad=True)
+            compare_gradients(model, reference)
 
 
 @pytest.mark.core

@@ -1,7 +1,9 @@
-"""`fully_shard` makes what torch's `fully_shard` makes, called by hand."""
+"""`fully_shard` makes what torch's `fully_shard` makes, called by hand; shards on the host, too."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,23 +12,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    ShardingStrategy,
-)
+from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import MixedPrecision as FSDP1MixedPrecision
 from torch.distributed.fsdp import fully_shard as fsdp2
-from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
+from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+import fsdp_compile
+from fsdp_compile import fully_shard
 from fsdp_compile._torch import fully_shard as states
 from fsdp_compile._torch import fully_shard_calls as private
+from fsdp_compile.config.policy import as_offload
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
-from fsdp_compile.sharding.fully_shard import fully_shard
 from tests import long
-from tests.ranks import on_ranks, run_ranks
-from tests.sharding.models import Block, Model, batch, full, made, same, same_call, train_alike, train_near_one_process
+from tests.models.kinds import Stack
+from tests.ranks import on_ranks
+from tests.sharding.models import Model, full, made, same, same_call, train_alike, train_near_one_process
+from tests.two_sides import WithOneProcess, compare_gradients
 
 Dims: Any = getattr(torch.distributed.fsdp, "DataParallelMeshDims", None)  # newer than torch 2.11
 
@@ -48,31 +50,34 @@ def _by_hand(model: Any, **given: Any) -> Any:
     return model
 
 
-def _automatic(policy: MixedPrecisionPolicy, hand: MixedPrecisionPolicy) -> None:
-    ours, theirs = made(), made()
-    assert fully_shard(ours, mp_policy=policy) is ours
-    for part in (theirs.embed, *theirs.blocks, theirs.head):
-        fsdp2(part, mp_policy=hand)
-    fsdp2(theirs, mp_policy=policy)
-    assert _names(ours) == _names(theirs)
-    train_alike(ours, theirs)
+LOW = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+OUTPUT = dataclasses.replace(LOW, output_dtype=torch.float32)
+INSIDE = dataclasses.replace(LOW, cast_forward_inputs=False)
+POLICIES: list[tuple[Any, MixedPrecisionPolicy, MixedPrecisionPolicy]] = [
+    (None, MixedPrecisionPolicy(), MixedPrecisionPolicy()),
+    (OUTPUT, OUTPUT, INSIDE),
+    (FSDP1MixedPrecision(torch.bfloat16, torch.float32), LOW, INSIDE),
+]
+"""What our call is given, and torch's: for the root, and for units in it."""
 
 
+@on_ranks()
 def test_automatic_units_train_as_torchs_by_hand() -> None:
-    run_ranks(_automatic, MixedPrecisionPolicy(), MixedPrecisionPolicy())
-    low = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
-    inside = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-    run_ranks(_automatic, low, inside)
-
-
-def _one_process(**model: bool) -> None:
-    train_near_one_process(fully_shard(made(lambda: Model(**model))), made(lambda: Model(**model)))
+    for policy, of_root, of_others in POLICIES:
+        ours, theirs = made(), made()
+        assert fully_shard(ours, mp_policy=policy) is ours
+        for part in (theirs.embed, *theirs.blocks, theirs.head):
+            fsdp2(part, mp_policy=of_others)
+        fsdp2(theirs, mp_policy=of_root)
+        assert _names(ours) == _names(theirs)
+        train_alike(ours, theirs)
 
 
 @long.parametrize("kind", ["plain", "tied", "scale"], always=["tied"])
+@on_ranks()
 def test_it_trains_as_one_process(kind: str) -> None:
     given = {} if kind == "plain" else {kind: True}
-    run_ranks(_one_process, **given)
+    train_near_one_process(fully_shard(made(lambda: Model(**given))), made(lambda: Model(**given)))
 
 
 @on_ranks()
@@ -105,30 +110,19 @@ def test_modules_that_torchs_was_called_on_are_left_alone() -> None:
 
 def test_wrong_arguments_are_refused(fake_world: Callable[..., Any]) -> None:
     first = nn.Linear(4, 4)
-    wrong: list[tuple[Any, dict[str, Any], str]] = [
-        ([], {}, "the list is empty"),
-        ([first, 3], {}, "int is not a torch.nn.Module"),
-        ([first], {"auto_wrap_policy": lambda *_, **__: True}, "a wrap policy would choose others"),
-        (first, {"auto_wrap_policy": 3}, "no wrap policy"),
-        (first, {"param_init_fn": 3}, "cannot be called"),
-        (first, {"sync_module_states": 1}, "sync_module_states is 1"),
-        (first, {"reshard_after_forward": "no"}, "is not supported"),
-        (first, {"reshard_after_forward": 3}, "does not divide"),
-        (first, {"sharding_strategy": ShardingStrategy.FULL_SHARD, "reshard_after_forward": True}, "and so does"),
-        (first, {"sharding_strategy": "FULL_SHARD"}, "sharding_strategy is 'FULL_SHARD'"),
-        (first, {"device_id": "cuda:0", "mesh": "cpu"}, "not one of the mesh"),
-        (first, {"ignored_params": [3]}, "it contains 3"),
-        (first, {"ignored_params": [first]}, "is the module of the call"),
-        (first, {"mp_policy": 3}, "mp_policy is a int"),
-        (first, {"auto_wrap_policy": CustomPolicy(lambda _: {"strategy": 1})}, "no unit can have of its own"),
-    ]
     with fake_world(4):
+        wrong: list[tuple[Any, dict[str, Any], str]] = [
+            ([], {}, "the list is empty"),
+            ([first, 3], {}, "int is not a torch.nn.Module"),
+            ([first], {"auto_wrap_policy": lambda *_, **__: True}, "a wrap policy would choose others"),
+            (first, {"param_init_fn": 3}, "cannot be called"),
+            (first, {"sync_module_states": 1}, "sync_module_states is 1"),
+            (first, {"device_id": "cuda:0", "mesh": init_device_mesh("cpu", (4,))}, "not one of the mesh"),
+            (first, {"ignored_params": [first]}, "is the module of the call"),
+        ]
         for module, given, message in wrong:
-            if given.get("mesh") == "cpu":
-                given["mesh"] = init_device_mesh("cpu", (4,))
-            root = nn.Sequential(first, first) if "strategy" in str(message) or "own" in message else module
             with pytest.raises(ConfigError, match=message):
-                fully_shard(root, **given)
+                fully_shard(module, **given)
         assert type(first) is nn.Linear
         assert not isinstance(first.weight, DTensor)
 
@@ -212,27 +206,6 @@ def test_parameters_that_fsdp2_cannot_split_are_refused_by_name(fake_world: Call
         assert [p.placements for p in model.parameters()] == [(Shard(1),), (Shard(0),)]
 
 
-def test_strategies_are_meshes_and_reshard_after_forward(
-    fake_world: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    expected = {
-        ShardingStrategy.FULL_SHARD: ((4,), True),
-        ShardingStrategy.SHARD_GRAD_OP: ((4,), False),
-        ShardingStrategy.NO_SHARD: ((4, 1), False),
-        ShardingStrategy.HYBRID_SHARD: ((2, 2), True),
-        ShardingStrategy._HYBRID_SHARD_ZERO2: ((2, 2), False),
-    }
-    with fake_world(4):
-        for strategy, (shape, reshards) in expected.items():
-            model: Any = fully_shard(Model(), sharding_strategy=strategy)
-            weight = model.blocks[0].mlp[0].weight
-            assert tuple(weight.device_mesh.mesh.shape) == shape
-            assert weight.placements == (Replicate(), Shard(0))[2 - len(shape) :]
-            group = fsdp2.state(model.blocks[0])._fsdp_param_groups[0]  # type: ignore[attr-defined]
-            assert group._reshard_after_forward is reshards
-
-
 @on_ranks(world_size=4)
 def test_hybrid_sharding_trains_as_torchs() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
@@ -251,59 +224,17 @@ def test_reshard_after_forward_is_torchs(fake_world: Callable[..., Any], reshard
             assert private.kept_with(a, "settings").auto_reshard is (reshard == "auto")
 
 
-def test_wrap_policies_choose_units_and_override(fake_world: Callable[..., Any]) -> None:
-    def choose(module: nn.Module) -> Any:
-        if isinstance(module, nn.Embedding):
-            return {"sharding_strategy": ShardingStrategy.NO_SHARD}
-        if isinstance(module, nn.Sequential):
-            return {"reshard_after_forward": False, "mp_policy": MixedPrecisionPolicy(output_dtype=torch.float64)}
-        return isinstance(module, Block)
-
-    with fake_world(4):
-        assert _names(fully_shard(Model(), auto_wrap_policy=ModuleWrapPolicy({Block}))) == [
-            "",
-            "blocks.0",
-            "blocks.1",
-            "blocks.2",
-        ]
-        model: Any = fully_shard(Model(), auto_wrap_policy=CustomPolicy(choose))
-        assert len(_names(model)) == 8
-        assert model.embed.weight.device_mesh.mesh.shape == (4, 1)
-        assert model.head.weight.device_mesh.mesh.shape == (4,)
-        inner = fsdp2.state(model.blocks[0].mlp)  # type: ignore[attr-defined]
-        assert inner._mp_policy.output_dtype is torch.float64
-        assert inner._fsdp_param_groups[0].post_forward_mesh_info is None
-
-
-def _offload(policy: Any) -> None:
+@on_ranks()
+def test_offload_is_torchs() -> None:
+    policy = CPUOffloadPolicy(pin_memory=False)
     ours = fully_shard(made(), offload_policy=policy)
     theirs = _by_hand(made(), offload_policy=CPUOffloadPolicy(pin_memory=False))
     train_alike(ours, theirs)
 
 
-def test_offload_is_torchs() -> None:
-    run_ranks(_offload, CPUOffloadPolicy(pin_memory=False))
-
-
 @on_ranks()
-def test_ignored_parameters_are_neither_sharded_nor_averaged() -> None:
-    model = made()
-    kept = model.blocks[0].mlp[0].weight
-    fully_shard(model, ignored_params=[model.blocks[1], kept])
-    assert model.blocks[0].mlp[0].weight is kept
-    assert not any(isinstance(p, DTensor) for p in model.blocks[1].parameters())
-    model(batch(0)).square().mean().backward()
-    grads = [torch.zeros_like(kept) for _ in range(dist.get_world_size())]
-    dist.all_gather(grads, kept.grad)
-    assert not torch.equal(*grads)
-
-
-def _device(device: Any) -> bool:
-    return same(full(fully_shard(made(), device_id=device)), full(_by_hand(made())))
-
-
 def test_device_id_names_where_torch_moves_units() -> None:
-    assert run_ranks(_device, "cpu") == [True, True]
+    assert same(full(fully_shard(made(), device_id="cpu")), full(_by_hand(made())))
 
 
 def _placements(shard: Callable[..., Any], mesh: DeviceMesh) -> list[Any]:
@@ -328,3 +259,60 @@ def test_dtensors_over_other_dimensions_of_the_mesh_are_torchs_matter(fake_world
         ours = _placements(fully_shard, mesh)
         assert ours == _placements(fsdp2, mesh)
         assert len(set(ours)) >= 3
+
+
+# Shards on the host.
+
+
+def test_policies_of_both_fsdps_are_understood() -> None:
+    for policy in (CPUOffloadPolicy(), CPUOffloadPolicy(pin_memory=False), OffloadPolicy()):
+        assert as_offload(policy) is policy
+    assert as_offload(CPUOffload(offload_params=True)) == CPUOffloadPolicy()
+    assert as_offload(CPUOffload(offload_params=False)) == OffloadPolicy()
+    assert as_offload(None) == OffloadPolicy()
+
+
+@on_ranks()
+def test_gradients_add_up_and_norm_state_and_checkpoints_stay_on_the_host() -> None:
+    shard = functools.partial(fully_shard, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    pair = WithOneProcess(lambda: nn.Linear(8, 4, bias=False), shard=shard, shape=8, twice=False)
+    for _ in range(2):  # FSDP1 keeps the last gradient only
+        pair.backward()
+    compare_gradients(pair.model, pair.reference, within=(1.3e-6, 1e-5))
+    model = pair.model
+    norm = fsdp_compile.clip_grad_norm_(model, 1e9)
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(pair.reference.parameters(), 1e9))
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.step()
+    state: list[Any] = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+    assert {v.device for v in [norm, *state, *model.state_dict().values()]} == {torch.device("cpu")}
+
+
+@pytest.mark.optional
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("lower", ["eager", "inductor"])
+def test_a_gpu_trains_from_pinned_shards(lower: str) -> None:
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        torch.manual_seed(0)
+        model, reference = Stack(), Stack()
+        reference.load_state_dict(model.state_dict())
+        reference.cuda()
+        fully_shard(model, mesh=init_device_mesh("cuda", (1,)), offload_policy=CPUOffloadPolicy())
+        compiled = torch.compile(model, backend="fsdp", options={"lower": lower})
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, reference)]
+        for step in range(6):
+            batch = torch.randn(64, 32, generator=torch.Generator().manual_seed(step)).cuda()
+            loss, expected = compiled(batch).square().mean(), reference(batch).square().mean()
+            torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
+            loss.backward()
+            expected.backward()
+            if step % 2:  # two backwards are added on the host
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            assert mine.device.type == "cpu"
+            torch.testing.assert_close(mine.full_tensor(), theirs.cpu(), rtol=1e-3, atol=1e-4)  # type: ignore[attr-defined]
+    finally:
+        dist.destroy_process_group()

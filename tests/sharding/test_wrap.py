@@ -51,15 +51,12 @@ def _titles(model: nn.Module) -> list[str]:
     return list(_layout(model))
 
 
-class _ResNet(nn.Module):
-    """A stem, stages of blocks in nested Sequentials, a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 8, 3)
-        self.layer1 = nn.Sequential(_ConvBlock(), _ConvBlock())
-        self.layer2 = nn.Sequential(_ConvBlock(), _ConvBlock(), _ConvBlock())
-        self.head = nn.Linear(8, 10)
+def _of(**children: nn.Module) -> Any:
+    """A module of these, which is never called."""
+    made = nn.Module()
+    for name, child in children.items():
+        made.add_module(name, child)
+    return made
 
 
 class _ConvBlock(nn.Module):
@@ -69,45 +66,40 @@ class _ConvBlock(nn.Module):
         self.shortcut = nn.Sequential(nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8))
 
 
-class _Mixture(nn.Module):
+def _resnet() -> nn.Module:
+    """A stem, stages of blocks in nested Sequentials, a head."""
+    stages = [nn.Sequential(*(_ConvBlock() for _ in range(blocks))) for blocks in (2, 3)]
+    return _of(stem=nn.Conv2d(3, 8, 3), layer1=stages[0], layer2=stages[1], head=nn.Linear(8, 10))
+
+
+def _mixture() -> nn.Module:
     """Blocks that contain repeated blocks themselves: the outermost ones are units."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Module() for _ in range(2))
-        for layer in self.layers:
-            layer.experts = nn.ModuleList(Block() for _ in range(3))
+    layers = [_of(experts=nn.ModuleList(Block() for _ in range(3))) for _ in range(2)]
+    return _of(layers=nn.ModuleList(layers))
 
 
-class _Unlike(nn.Module):
+def _unlike() -> nn.Module:
     """No module stands twice in a container."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(7, 4)
-        self.body = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.LayerNorm(4))
-        self.head = nn.Linear(4, 7)
+    body = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.LayerNorm(4))
+    return _of(embed=nn.Embedding(7, 4), body=body, head=nn.Linear(4, 7))
 
 
 AUTOMATIC: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "transformer": (Transformer, ["(root)", "blocks.0", "blocks.1", "blocks.2", "embed", "head"]),
     "tied": (lambda: Transformer(tied=True), ["(root)", "blocks.0", "blocks.1", "blocks.2", "embed+head"]),
     "sequential-of-linear": (lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), ["0", "2"]),
-    "resnet": (_ResNet, ["head", "layer1.0", "layer1.1", "layer2.0", "layer2.1", "layer2.2", "stem"]),
-    "module-dict": (lambda: _in_dict({"a": Block(), "b": Block(), "n": nn.LayerNorm(4)}), ["(root)", "d.a", "d.b"]),
-    "nested-blocks": (_Mixture, ["layers.0", "layers.1"]),
-    "no-repetition": (_Unlike, ["(root)"]),
+    "resnet": (_resnet, ["head", "layer1.0", "layer1.1", "layer2.0", "layer2.1", "layer2.2", "stem"]),
+    "module-dict": (
+        lambda: _of(d=nn.ModuleDict({"a": Block(), "b": Block(), "n": nn.LayerNorm(4)})),
+        ["(root)", "d.a", "d.b"],
+    ),
+    "nested-blocks": (_mixture, ["layers.0", "layers.1"]),
+    "no-repetition": (_unlike, ["(root)"]),
     "nested-sequential": (
         lambda: nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3))),
         ["0", "1", "2"],
     ),
 }
-
-
-def _in_dict(modules: dict[str, nn.Module]) -> nn.Module:
-    root = nn.Module()
-    root.d = nn.ModuleDict(modules)
-    return root
 
 
 @pytest.mark.parametrize("kind", AUTOMATIC)
@@ -145,7 +137,7 @@ def test_one_call_shards_all_of_a_module_and_puts_nothing_around_it() -> None:
 def test_an_ancestors_call_takes_a_descendants_call_as_one_unit() -> None:
     """The call on the inner model alone would split it; called on the outer one too, it is FSDP2's bottom-up style."""
     outer = nn.ModuleDict({"inner": Transformer(), "head": nn.Linear(4, 4)})
-    model = _in_dict(dict(outer))
+    model = _of(d=outer)
     fully_shard(outer["inner"])
     sharded = list(outer["inner"].parameters())
     assert len(_layout(outer["inner"])) == 6
@@ -159,14 +151,14 @@ def test_units_of_an_explicit_split_below_are_not_merged() -> None:
     for block in inner.blocks:
         fully_shard(block)
     fully_shard(inner)
-    model = fully_shard(_in_dict({"inner": inner}))
+    model = fully_shard(_of(d=nn.ModuleDict({"inner": inner})))
     assert sorted(_titles(model)) == ["d.inner", "d.inner.blocks.0", "d.inner.blocks.1", "d.inner.blocks.2"]
 
 
 def test_units_of_a_policy_below_are_kept_and_named_after_their_place() -> None:
     inner = fully_shard(Transformer(), auto_wrap_policy=ModuleWrapPolicy({Block}))
-    middle = fully_shard(_in_dict({"d": inner, "own": nn.Linear(4, 4)}))
-    model = fully_shard(_in_dict({"middle": middle, "own": nn.Linear(4, 4)}))
+    middle = fully_shard(_of(d=nn.ModuleDict({"d": inner, "own": nn.Linear(4, 4)})))
+    model = fully_shard(_of(d=nn.ModuleDict({"middle": middle, "own": nn.Linear(4, 4)})))
     blocks = [f"d.middle.d.d.blocks.{i}" for i in range(3)]
     assert sorted(_titles(model)) == ["(root)", "d.middle", "d.middle.d.d", *blocks]
 
@@ -206,37 +198,23 @@ POLICIES: dict[str, Any] = {
 def test_wrap_policies_choose_what_fsdp1_wraps(kind: str) -> None:
     model = fully_shard(Transformer(), auto_wrap_policy=POLICIES[kind])
     # FSDP1 makes its root a unit too; a module whose parameters all went to units below it makes none.
-    names = dict(model.named_modules())
-    expected = {
-        name
-        for name in _wrapped_by_torch(Transformer(), POLICIES[kind])
-        if any(_nearest(f"{name}.{n}", _wrapped_by_torch(Transformer(), POLICIES[kind])) == name
-               for n, _ in names[name].named_parameters())
-    }  # fmt: skip
+    wrapped = _wrapped_by_torch(Transformer(), POLICIES[kind])
+    inside = [[n for n in wrapped if name.startswith(f"{n}.")] for name, _ in model.named_parameters()]
+    expected = {max(names, key=len) for names in inside if names}
     assert {title for title in _titles(model) if title != "(root)"} == expected
     assert expected
 
 
-def _nearest(parameter: str, chosen: set[str]) -> str:
-    return max((name for name in chosen if parameter.startswith(f"{name}.")), key=len)
-
-
-def test_a_policy_that_returns_arguments_is_refused() -> None:
-    policy = CustomPolicy(lambda m: {"forward_prefetch": True} if isinstance(m, Block) else False)
-    with pytest.raises(ConfigError, match="forward_prefetch"):
-        fully_shard(Transformer(), auto_wrap_policy=policy)
+def test_a_policy_that_returns_something_else_is_refused() -> None:
     with pytest.raises(ConfigError, match="it returned yes"):
         fully_shard(Transformer(), auto_wrap_policy=CustomPolicy(lambda _: "yes"))  # type: ignore[arg-type,return-value]
 
 
 def test_containers_that_are_never_called_are_units_by_their_children() -> None:
-    model = _in_dict({})
-    model.rows = nn.ModuleList(nn.ModuleList([nn.Linear(4, 4), nn.ReLU()]) for _ in range(2))
-    assert _titles(fully_shard(model)) == ["rows.0.0", "rows.1.0"]
-    lists = ModuleWrapPolicy({nn.ModuleList})
-    model = _in_dict({})
-    model.row = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 2)])
-    assert _titles(fully_shard(model, auto_wrap_policy=lists)) == ["row.0+row.1"]
+    rows = nn.ModuleList(nn.ModuleList([nn.Linear(4, 4), nn.ReLU()]) for _ in range(2))
+    assert _titles(fully_shard(_of(rows=rows))) == ["rows.0.0", "rows.1.0"]
+    model = _of(row=nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 2)]))
+    assert _titles(fully_shard(model, auto_wrap_policy=ModuleWrapPolicy({nn.ModuleList}))) == ["row.0+row.1"]
 
 
 def test_a_module_without_parameters_has_no_parameter_groups() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -23,14 +23,10 @@ from fsdp_compile import ConfigError, fully_shard
 from tests import long
 from tests.models.kinds import WIDTH, Block, Stack
 from tests.ranks import on_ranks
-from tests.two_sides import close, compile_eagerly
+from tests.two_sides import close, compile_eagerly, made
 
 Call = Callable[[torch.Tensor], torch.Tensor]
-
-
-def _stack() -> nn.Module:
-    torch.manual_seed(0)
-    return Stack()
+W = TypeVar("W", bound=nn.Module)
 
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -44,23 +40,22 @@ def _step(call: Call, optimizer: torch.optim.Optimizer, number: int) -> None:
     optimizer.zero_grad()
 
 
-def _full(model: nn.Module) -> dict[str, torch.Tensor]:
-    with fsdp_compile.full_params(model, writeback=False):
-        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-
-
-def _trained_by_ddp(steps: int) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
-    wrapped = DistributedDataParallel(_stack())
+def _trained(wrapped: W, steps: int) -> tuple[W, torch.optim.Optimizer]:
     optimizer = _adamw(wrapped)
     for number in range(steps):
         _step(wrapped, optimizer, number)
     return wrapped, optimizer
 
 
+def _full(model: nn.Module) -> dict[str, torch.Tensor]:
+    with fsdp_compile.full_params(model, writeback=False):
+        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
 @on_ranks()
 def test_ddps_module_goes_on_where_it_stopped() -> None:
-    expected, _ = _trained_by_ddp(4)
-    wrapped, optimizer = _trained_by_ddp(2)
+    expected, _ = _trained(DistributedDataParallel(made(Stack)), 4)
+    wrapped, optimizer = _trained(DistributedDataParallel(made(Stack)), 2)
     with pytest.raises(ConfigError, match="DistributedDataParallel averages gradients by itself"):
         compile_eagerly(wrapped)(torch.ones(2, WIDTH))
     model = wrapped.module
@@ -84,20 +79,13 @@ FSDP1: dict[str, dict[str, Any]] = {
 }
 
 
-def _trained_by_fsdp1(settings: dict[str, Any], steps: int) -> tuple[FullyShardedDataParallel, torch.optim.Optimizer]:
-    wrapped = FullyShardedDataParallel(_stack(), use_orig_params=True, device_id=torch.device("cpu"), **settings)
-    optimizer = _adamw(wrapped)
-    for number in range(steps):
-        _step(wrapped, optimizer, number)
-    return wrapped, optimizer
-
-
 @long.parametrize("case", FSDP1, always=["bf16"])
 @on_ranks()
 def test_fsdp1s_arguments_have_its_units_policies_and_state(case: str) -> None:
     settings = FSDP1[case]
-    wrapped, optimizer = _trained_by_fsdp1(settings, 2)
-    model = _stack()
+    fsdp1 = FullyShardedDataParallel(made(Stack), use_orig_params=True, device_id=torch.device("cpu"), **settings)
+    wrapped, optimizer = _trained(fsdp1, 2)
+    model = made(Stack)
     with FullyShardedDataParallel.summon_full_params(wrapped):
         model.load_state_dict({n.replace("_fsdp_wrapped_module.", ""): p for n, p in wrapped.named_parameters()})
     renamed = {"mp_policy" if name == "mixed_precision" else name: value for name, value in settings.items()}

@@ -1,38 +1,60 @@
-"""How a model is compiled, and the settings of FSDP2."""
+"""How a model is compiled, settings of FSDP2, and state that is saved, loaded, converted, frozen or written to."""
 
 from __future__ import annotations
 
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.tensor import DTensor
 
-from tests.fsdp2.decoder import WIDTH, Tied, batch, case, gathered_by_hooks, pair_of, through_a_function
-from tests.two_sides import REDUCED_TWICE, compile_eagerly, compile_in_place
-
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
+from fsdp_compile.errors import UnsupportedModelError
+from tests.fsdp2.decoder import (
+    WIDTH,
+    Decoder,
+    Tied,
+    batch,
+    case,
+    cross_entropy,
+    gathered_by_hooks,
+    pair_of,
+    through_a_function,
+    trained,
+    trains,
+    uncompiled,
+    whole,
+)
+from tests.two_sides import MIXED, REDUCED_TWICE, adamw, compile_eagerly, compile_in_place, local, sgd
 
 # How a model is compiled.
 
 
 @case("compiled")
-def whole_model() -> None:
-    pair = pair_of()
-    with gathered_by_hooks() as hooked:
-        pair.train(pair.compiled(), steps=3)
-    assert not hooked, hooked
+def whole_model_and_in_place() -> None:
+    for in_place in (False, True):
+        pair = pair_of()
+        call = compile_in_place(pair.model, fullgraph=True) if in_place else pair.compiled()
+        with gathered_by_hooks() as hooked:
+            pair.train(call, steps=3)
+        assert not hooked, hooked
 
 
-@case("compiled")
-def in_place() -> None:
-    pair = pair_of()
-    compile_in_place(pair.model, fullgraph=True)
-    with gathered_by_hooks() as hooked:
-        pair.train(pair.model)
-    assert not hooked, hooked
+trains("compiled", "uncompiled", Decoder, uncompiled, is_long=True)
+trains("compiled", "alternately", Decoder, whole, uncompiled, whole, uncompiled, steps=1)
 
 
 @case("compiled")
@@ -53,16 +75,6 @@ def function_with_a_break() -> None:
     pair.train(pair.model, loss=lambda model, i: (compiled if model is pair.model else plain)(model, i))
 
 
-@case("compiled")
-def blocks_one_by_one() -> None:
-    pair = pair_of()
-    for block in pair.model.blocks:
-        compile_in_place(block, fullgraph=True)
-    with gathered_by_hooks() as hooked:
-        pair.train(pair.model, steps=3)
-    assert not [title for title in hooked if title.startswith("blocks")], hooked
-
-
 @case("compiled", is_long=True)
 def block_of_a_model() -> None:
     pair = pair_of()
@@ -77,104 +89,58 @@ def block_of_a_model() -> None:
 
 
 @case("compiled", is_long=True)
-def uncompiled() -> None:
-    pair = pair_of()
-    pair.train(pair.model)
-
-
-@case("compiled")
-def alternately() -> None:
-    pair = pair_of()
-    compiled = pair.compiled()
-    for step in range(4):
-        ours = pair.model if step % 2 else compiled
-        pair.train(ours, steps=1)
-
-
-@case("compiled", is_long=True)
 def evaluated_between() -> None:
     pair = pair_of()
-    compiled = pair.compiled()
+    pair.compiled()
     for _ in range(2):
-        pair.train(compiled, steps=1)
-        for each in pair:
-            each.eval()
-        for ours in (compiled, pair.model):
+        pair.train(steps=1)
+        pair.change(lambda model: model.eval())
+        for ours in (pair.call, pair.model):
             with torch.no_grad():
                 assert torch.equal(ours(batch(9)), pair.reference(batch(9)))
             with torch.inference_mode():
                 assert torch.equal(ours(batch(9)), pair.reference(batch(9)))
-        for each in pair:
-            each.train()
+        pair.change(lambda model: model.train())
 
 
 @case("compiled", is_long=True)
 def beyond_the_recompile_limit() -> None:
     pair = pair_of()
-    compiled = pair.compiled(fullgraph=False)
+    pair.compiled(fullgraph=False)
     with torch._dynamo.config.patch(recompile_limit=1):
-        pair.train(compiled, steps=1)
+        pair.train(steps=1)
         for length in (3, 4, 6):
             with torch.no_grad():
-                assert torch.equal(compiled(batch(0, (1, length))), pair.reference(batch(0, (1, length))))
-    pair.train(compiled, steps=1, within=REDUCED_TWICE)
+                assert torch.equal(pair.call(batch(0, (1, length))), pair.reference(batch(0, (1, length))))
+    pair.train(steps=1, within=REDUCED_TWICE)
 
 
 # Settings of FSDP2.
 
 
-@case("settings", is_long=True)
-def mixed_precision() -> None:
-    pair = pair_of(mp_policy=BF16)
-    pair.train(pair.compiled(), other=torch.compile(pair.reference, backend="aot_eager"))
+def _freeze(model: Any) -> None:
+    model.embedding.weight.requires_grad_(requires_grad=False)
+    model.blocks[0].a.weight.requires_grad_(requires_grad=False)
+    model.blocks[1].requires_grad_(requires_grad=False)
 
 
-@case("settings")
-def mixed_precision_alternately() -> None:
-    pair = pair_of(mp_policy=BF16)
-    compiled = pair.compiled()
-    for step in range(3):
-        ours = compiled if step % 2 else pair.model
-        pair.train(ours, steps=1)
-
-
-@case("settings", is_long=True)
-def parameters_kept_until_backward() -> None:
-    pair = pair_of(reshard_after_forward=False)
-    pair.train(pair.compiled())
-
-
-@case("settings")
-def tied_parameters() -> None:
-    for compiles in (True, False):
-        pair = pair_of(Tied)
-        assert len(list(pair.model.parameters())) == len(list(pair.reference.parameters()))
-        pair.train(pair.compiled() if compiles else pair.model)
-
-
-@case("settings", is_long=True)
-def frozen_parameters() -> None:
-    def freeze(model: Any) -> None:
-        model.embedding.weight.requires_grad_(requires_grad=False)
-        model.blocks[0].a.weight.requires_grad_(requires_grad=False)
-        model.blocks[1].requires_grad_(requires_grad=False)
-
-    pair = pair_of(prepare=freeze)
-    pair.train(pair.compiled())
+trains("settings", "mixed_precision_alternately", Decoder, uncompiled, whole, uncompiled, steps=1, mp_policy=MIXED)
+trains("settings", "parameters_kept_until_backward", reshard_after_forward=False, is_long=True)
+trains("settings", "tied_parameters", Tied)
+trains("settings", "tied_parameters_uncompiled", Tied, uncompiled)
+trains("settings", "frozen_parameters", prepare=_freeze, is_long=True)
 
 
 @case("settings")
 def frozen_and_thawed() -> None:
-    pair = pair_of()
-    compiled = pair.compiled()
-    pair.train(compiled, steps=1)
+    pair = trained()
     for each in pair:
         each.blocks[0].requires_grad_(requires_grad=False)
         each.blocks[1].a.weight.requires_grad_(requires_grad=False)
-    pair.train(compiled, steps=1)
+    pair.train(steps=1)
     for each in pair:
         each.blocks[0].requires_grad_(requires_grad=True)
-    pair.train(compiled, steps=1)
+    pair.train(steps=1)
     pair.train(pair.model, steps=1)
 
 
@@ -190,3 +156,248 @@ def frozen_for_a_microbatch() -> None:
 
         pair = pair_of()
         pair.train(*[pair.compiled(**options)] * 3, before=before)
+
+
+# State.
+
+
+@case("state")
+def loaded_between_steps() -> None:
+    pair = trained()
+    saved = {key: value.clone() for key, value in pair.model.state_dict().items()}
+    pair.train(steps=1)
+    pair.change(lambda model: model.load_state_dict(saved))
+    pair.train(steps=1)
+    pair.change(lambda model: model.load_state_dict({key: value.clone() for key, value in saved.items()}, assign=True))
+    pair.optimizers.clear()
+    pair.train()
+    for each in pair:
+        for parameter in each.parameters():
+            parameter.data = parameter.data * 0.9
+    pair.train(steps=1)
+    pair.train(pair.model, steps=1)
+
+
+@contextlib.contextmanager
+def _shared_folder() -> Iterator[str]:
+    folder = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [""]
+    dist.broadcast_object_list(folder)
+    yield folder[0]
+    dist.barrier()
+    shutil.rmtree(folder[0], ignore_errors=True)
+
+
+@case("state")
+def saved_by_dcp() -> None:
+    pair = pair_of()
+    pair.train(pair.compiled())
+    own, theirs = pair.optimizers[0]
+    with _shared_folder() as folder:
+        model_state, optimizer_state = get_state_dict(pair.model, own)
+        dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+        loaded = pair_of()
+        loaded.reference = loaded.other = pair.reference
+        loaded.steps = pair.steps
+        optimizer = adamw(list(loaded.model.parameters()))
+        model_state, optimizer_state = get_state_dict(loaded.model, optimizer)
+        dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+        set_state_dict(loaded.model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    loaded.optimizers.append((optimizer, theirs))
+    loaded.train(loaded.compiled())
+    full = get_model_state_dict(loaded.model, options=StateDictOptions(full_state_dict=True))
+    weight = full["blocks.0.a.weight"]
+    assert isinstance(weight, torch.Tensor)
+    assert weight.shape == (2 * WIDTH, WIDTH)
+
+
+class _Reads(Decoder):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) + torch.stack([p.sum() for p in self.norm.parameters()]).sum()
+
+
+trains("state", "read_in_a_forward", _Reads)
+
+
+# Parameters that are converted, swapped and frozen.
+
+
+@case("changes")
+def swapped_tensors() -> None:
+    pair = trained()
+    for each in pair:
+        parameter = each.blocks[0].a.weight
+        torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach() * 2))
+        each.load_state_dict(each.state_dict())
+    if dist.get_rank() >= 0:
+        for ours in (pair.call, pair.model):
+            pair.zero_grad()
+            cross_entropy(ours, batch(1)).backward()
+            assert pair.model.blocks[0].a.weight.grad is not None
+
+
+@case("changes")
+def before_a_compiled_function_again() -> None:
+    pair = pair_of()
+    model = pair.model
+    step, loss = through_a_function(pair)
+
+    pair.train(model, steps=1, loss=loss)
+    for each in pair:
+        each.blocks[0].requires_grad_(requires_grad=False)
+    pair.train(model, steps=1, loss=loss)
+    for each in pair:
+        each.blocks[0].requires_grad_(requires_grad=True)
+    with pytest.raises(UnsupportedModelError, match="frozen are trained now, and a compiled function"):
+        step(batch(2))
+    pair.train(model, loss=loss)
+
+
+# Gradients that accumulate, that are chosen, clipped or changed by hooks.
+
+
+@case("gradients")
+def accumulated() -> None:
+    """Compiled and in eager code."""
+    for order, within in (("ccc", None), ("eee", None), ("cec", None), ("ece", REDUCED_TWICE), ("cce", None)):
+        pair = pair_of()
+        compiled = pair.compiled()
+        pair.optimize(sgd)
+        pair.train(*(compiled if how == "c" else pair.model for how in order), within=within)
+
+
+@case("gradients")
+def reduced_in_each_microbatch() -> None:
+    pair = pair_of()
+    pair.compiled()
+    for _ in range(3):
+        pair.backward()
+    pair.compare_gradients()
+
+
+@case("gradients")
+def clipped() -> None:
+    pair = pair_of()
+    pair.compiled()
+    pair.optimize()
+    for _ in range(2):
+        pair.backward()
+        a, b = (nn.utils.clip_grad_norm_(each.parameters(), 0.1) for each in pair)
+        assert isinstance(a, DTensor)
+        assert isinstance(b, DTensor)
+        assert torch.equal(a.full_tensor(), b.full_tensor())
+        pair.compare_gradients()
+        pair.update()
+    pair.compare_parameters()
+
+
+@case("gradients")
+def unused_parameters() -> None:
+    class Unused(Decoder):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks[0].unused = nn.Parameter(torch.ones(4))
+            self.unused = nn.Linear(WIDTH, WIDTH)
+
+    pair = pair_of(Unused)
+    pair.compiled()
+    pair.train()
+    pair.backward()
+    pair.compare_gradients()
+    assert pair.model.unused.weight.grad is None
+    pair.zero_grad()
+    with torch.autograd.graph.save_on_cpu():
+        loss = cross_entropy(pair.call, batch(0))
+    loss.backward()
+    cross_entropy(pair.reference, batch(0)).backward()
+    pair.compare_gradients()
+
+
+@case("gradients", is_long=True)
+def of_chosen_parameters() -> None:
+    pair = pair_of()
+    compiled, parameters = pair.compiled(), list(pair.model.parameters())
+    every = torch.autograd.grad(cross_entropy(compiled, batch(0)), parameters)
+    assert all(p.grad is None for p in parameters)
+    some = torch.autograd.grad(cross_entropy(compiled, batch(0)), [parameters[3], parameters[0]])
+    assert torch.equal(local(some[0]), local(every[3]))
+    assert torch.equal(local(some[1]), local(every[0]))
+    cross_entropy(compiled, batch(0)).backward(inputs=[parameters[3]])
+    assert [i for i, p in enumerate(parameters) if p.grad is not None] == [3]
+    assert torch.equal(local(parameters[3].grad), local(every[3]))
+    pair.zero_grad()
+    pair.train(compiled)
+
+
+@case("gradients")
+def hooks_of_parameters() -> None:
+    pair = pair_of()
+    compiled, calls = pair.compiled(), []
+    named = dict(pair.model.named_parameters())
+    named["head.weight"].register_hook(lambda grad: grad * 2)
+    named["blocks.1.a.weight"].register_hook(lambda grad: calls.append(("grad", local(grad).clone())))
+    named["blocks.0.a.weight"].register_post_accumulate_grad_hook(
+        lambda p: calls.append(("post", local(p.grad).clone()))
+    )
+    several = [named["norm.weight"], named["blocks.0.b.bias"]]
+    torch.autograd.graph.register_multi_grad_hook(several, lambda grads: calls.append(("multi", len(grads))))
+    pair.backward(compiled)
+    theirs = dict(pair.reference.named_parameters())
+    assert torch.equal(local(named["head.weight"].grad), 2 * local(theirs["head.weight"].grad))
+    found = dict(calls)
+    assert len(calls) == 3, calls
+    assert torch.equal(found["grad"], local(theirs["blocks.1.a.weight"].grad))
+    assert torch.equal(found["post"], local(theirs["blocks.0.a.weight"].grad))
+
+
+@case("gradients", is_long=True)
+def optimizer_in_hooks() -> None:
+    pair = pair_of()
+    pair.compiled()
+    optimizers = {p: torch.optim.SGD([p], 0.1) for p in pair.model.parameters()}
+
+    def update(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in optimizers:
+        parameter.register_post_accumulate_grad_hook(update)
+    other = torch.optim.SGD(pair.reference.parameters(), 0.1)
+    for _ in range(2):
+        pair.backward()
+        other.step()
+        other.zero_grad()
+    pair.compare_parameters()
+
+
+@case("gradients")
+def of_several_forwards() -> None:
+    pair = pair_of()
+    compiled = pair.compiled()
+    for second in (compiled, pair.model):
+        pair.zero_grad()
+        (cross_entropy(compiled, batch(0)) + cross_entropy(second, batch(1))).backward()
+        (cross_entropy(pair.reference, batch(0)) + cross_entropy(pair.reference, batch(1))).backward()
+        pair.compare_gradients(within=REDUCED_TWICE)
+
+
+@case("gradients", is_long=True)
+def of_a_penalty_on_parameters() -> None:
+    def penalty(model: nn.Module) -> torch.Tensor:
+        full = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+        return torch.stack([p.square().sum() for p in full]).sum()
+
+    pair = pair_of()
+    compiled = pair.compiled()
+    for ours, model in ((compiled, pair.model), (pair.reference, pair.reference)):
+        (cross_entropy(ours, batch(0)) + 1e-2 * penalty(model)).backward()
+    pair.compare_gradients(within=REDUCED_TWICE)
+
+
+@case("gradients", is_long=True)
+def of_a_graph_that_is_kept() -> None:
+    pair = pair_of()
+    for model in (pair.compiled(), pair.reference):
+        loss = cross_entropy(model, batch(0))
+        loss.backward(retain_graph=True)
+        loss.backward()
+    pair.compare_gradients()

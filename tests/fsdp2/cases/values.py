@@ -1,20 +1,38 @@
-"""`unshard()` and `reshard()` by the user, and other values by `functional_call`."""
+"""`unshard()` and `reshard()` by the user, other values by `functional_call`, and a Llama of transformers."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.fsdp2.take_over import model_of
-from fsdp_compile.ir.graph import Role, StepGraph, require, role_of
-from tests.fsdp2.decoder import Block, Decoder, batch, case, forward_graphs, pair_of, through_a_function
-from tests.two_sides import REDUCED_TWICE, adamw, compile_in_place
+from fsdp_compile.ir.graph import Phase, Role, StepGraph, require, role_of
+from tests.fsdp2.decoder import (
+    Block,
+    Decoder,
+    batch,
+    case,
+    compiled_graphs,
+    gathered_by_hooks,
+    in_parts,
+    pair_of,
+    through_a_function,
+    trained,
+    trains,
+    uncompiled,
+    with_blocks,
+)
+from tests.two_sides import MIXED, REDUCED_TWICE, WithFsdp2, compile_in_place
 
 
 def units_gathered(step: StepGraph) -> set[str]:
@@ -27,15 +45,13 @@ def units_gathered(step: StepGraph) -> set[str]:
 
 @case("unshard")
 def before_a_compiled_forward() -> None:
-    pair = pair_of()
-    compiled = pair.compiled()
-    pair.train(compiled, steps=1)
-    with forward_graphs() as graphs:
+    pair = trained()
+    with compiled_graphs(Phase.FORWARD) as graphs:
         for _ in (1, 2):
             for each in pair:
                 each.unshard(async_op=True)
                 each.blocks[0].unshard()
-            pair.train(compiled, steps=1)
+            pair.train(steps=1)
     assert len(graphs) == 1, len(graphs)
     taken = [require(n) for n in graphs[0].graph.find_nodes(op="placeholder") if role_of(n) is Role.UNSHARDED_PARAM]
     assert {record.unit for record in taken} == {"(root)", "blocks.0"}, taken
@@ -43,8 +59,8 @@ def before_a_compiled_forward() -> None:
     units = model_of(pair.model)
     assert units is not None
     assert not any(group.gathered for group in units.groups)
-    with forward_graphs() as graphs:
-        pair.train(compiled, steps=1)
+    with compiled_graphs(Phase.FORWARD) as graphs:
+        pair.train(steps=1)
         pair.train(pair.model, steps=1)
     assert not graphs
 
@@ -52,42 +68,36 @@ def before_a_compiled_forward() -> None:
 @case("unshard", is_long=True)
 def before_the_first_forward() -> None:
     pair = pair_of()
-    compiled = pair.compiled()
+    pair.compiled()
     for _ in range(3):
         for each in pair:
             each.unshard(async_op=True)
             each.blocks[0].unshard(async_op=True)
-        pair.train(compiled, steps=1)
+        pair.train(steps=1)
 
 
 @case("unshard", is_long=True)
 def before_an_evaluation() -> None:
-    pair = pair_of()
-    compiled = pair.compiled()
-    pair.train(compiled, steps=1)
+    pair = trained()
     for _ in range(2):
-        for each in pair:
-            each.unshard()
+        pair.change(lambda model: model.unshard())
         with torch.no_grad():
-            assert torch.equal(compiled(batch(9)), pair.reference(batch(9)))
+            assert torch.equal(pair.call(batch(9)), pair.reference(batch(9)))
     pair.reference.reshard()
-    pair.train(compiled, steps=1)
+    pair.train(steps=1)
 
 
 @case("unshard")
 def and_reshard() -> None:
-    pair = pair_of()
-    compiled = pair.compiled()
-    pair.train(compiled, steps=1)
+    pair = trained()
     for each in pair:
         each.unshard()
         each.blocks[1].unshard()
         each.reshard()
         each.blocks[1].reshard()
     assert all(isinstance(p, DTensor) for p in pair.model.parameters())
-    pair.train(compiled, steps=1)
-    for each in pair:
-        each.unshard()
+    pair.train(steps=1)
+    pair.change(lambda model: model.unshard())
     pair.train(pair.model, steps=1)
 
 
@@ -98,28 +108,9 @@ def before_a_compiled_function() -> None:
     _, loss = through_a_function(pair)
 
     pair.train(model, steps=1, loss=loss)
-    for each in pair:
-        each.unshard()
+    pair.change(lambda model: model.unshard())
     pair.train(model, steps=1, loss=loss)
     pair.train(model, steps=1)
-
-
-@case("unshard", is_long=True)
-def kept_between_microbatches() -> None:
-    for reshards in (None, False):
-        pair = pair_of(reshard_after_forward=reshards)
-        compiled = pair.compiled(fullgraph=False)
-        for _ in range(2):
-            for micro in range(3):
-                for each in pair:
-                    each.set_requires_gradient_sync(micro == 2)
-                    each.set_reshard_after_backward(micro == 2)
-                pair.backward(compiled)
-            pair.compare_gradients()
-            for each in pair:
-                adamw(list(each.parameters())).step()
-            pair.zero_grad()
-        pair.compare_parameters()
 
 
 # functional_call.
@@ -177,12 +168,10 @@ def around_compiled_blocks() -> None:
 
 @case("functional_call")
 def of_sharded_values() -> None:
-    pair = pair_of()
-    compiled = pair.compiled()
-    pair.train(compiled, steps=1)
+    pair = trained()
     sharded = {f"_orig_mod.{name}": p.detach() * 2 for name, p in pair.model.named_parameters()}
     with pytest.raises(UnsupportedModelError, match=r"full_tensor\(\)"):
-        torch.func.functional_call(compiled, sharded, (batch(0),))
+        torch.func.functional_call(pair.call, sharded, (batch(0),))
 
 
 class _Halved(Block):
@@ -205,28 +194,120 @@ class _Maml(Block):
         return x + torch.func.functional_call(self.b, moved, (hidden,))
 
 
-@case("functional_call", is_long=True)
-def in_a_forward() -> None:
-    for made in (_Halved, _Maml):
-        model = type("Model", (Decoder,), {"block": made})
-        pair = pair_of(model)
-        pair.train(pair.model, steps=1)
-        pair = pair_of(model)
-        pair.train(pair.compiled(fullgraph=False), within=REDUCED_TWICE)
+def _freeze_block(model: Any) -> None:
+    model.blocks[1].requires_grad_(requires_grad=False)
 
 
-@case("functional_call", is_long=True)
-def in_a_frozen_block() -> None:
-    model = type("Model", (Decoder,), {"block": _Maml})
-    pair = pair_of(model)
-    for each in pair:
-        each.blocks[1].requires_grad_(requires_grad=False)
-    pair.train(pair.compiled(fullgraph=False), within=REDUCED_TWICE)
+for _made in (_Halved, _Maml):
+    trains("functional_call", f"uncompiled{_made.__name__}", with_blocks(_made), uncompiled, steps=1, is_long=True)
+    trains("functional_call", f"in{_made.__name__}", with_blocks(_made), in_parts, within=REDUCED_TWICE, is_long=True)
+trains(
+    "functional_call",
+    "in_a_frozen_block",
+    with_blocks(_Maml),
+    in_parts,
+    prepare=_freeze_block,
+    within=REDUCED_TWICE,
+    is_long=True,
+)
 
 
 @case("functional_call")
 def in_one_graph() -> None:
-    pair = pair_of(type("Model", (Decoder,), {"block": _Halved}))
+    pair = pair_of(with_blocks(_Halved))
     with pytest.raises(BackendCompilerFailed, match="functional_call") as caught:
         pair.compiled()(batch(0))
     assert isinstance(caught.value.inner_exception, UnsupportedModelError)
+
+
+# A Llama of transformers: training, recorded hidden states, and `generate()`.
+
+VOCABULARY = 64
+
+
+def _make(*, ties: bool = False, attention: str = "sdpa") -> nn.Module:
+    config_class: Any = LlamaConfig
+    config = config_class(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=ties,
+        attn_implementation=attention,
+        pad_token_id=0,
+        eos_token_id=None,
+    )
+    return LlamaForCausalLM(config)
+
+
+def _shard(model: Any, **settings: Any) -> None:
+    model.tie_weights()
+    for layer in model.model.layers:
+        fully_shard(layer, **settings)
+    fully_shard(model, **settings)
+
+
+def _loss(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    return model(input_ids=tokens, labels=tokens, use_cache=False).loss
+
+
+@case("llama")
+def trains_in_one_graph() -> None:
+    for ties in (False, True):
+        pair = pair_of(functools.partial(_make, ties=ties), sharded=_shard)
+        with gathered_by_hooks() as hooked:
+            # Eager code computes attention's gradients in another order than AOTAutograd's graphs.
+            pair.train(pair.compiled(), other=torch.compile(pair.reference, backend="aot_eager"), loss=_loss)
+        assert not hooked, hooked
+
+
+@case("llama", is_long=True)
+def trains_in_mixed_precision() -> None:
+    pair = pair_of(_make, sharded=_shard, mp_policy=MIXED)
+    pair.train(pair.compiled(), other=torch.compile(pair.reference, backend="aot_eager"), loss=_loss)
+
+
+@case("llama", is_long=True)
+def layers_one_by_one() -> None:
+    for settings in ({}, {"mp_policy": MIXED}):
+
+        def looped(model: Any, settings: dict[str, Any] = settings) -> None:
+            _shard(model, **settings)
+            for layer in model.model.layers:
+                compile_in_place(layer, reduce_layout="fsdp2")
+
+        make = functools.partial(_make, attention="eager")
+        pair = WithFsdp2(make, functools.partial(_shard, **settings), batch, _loss, ours=looped)
+        with gathered_by_hooks() as titles:
+            pair.train(steps=3)
+        assert not [title for title in titles[3:] if "layers" in title]
+
+
+@case("llama", is_long=True)
+def records_hidden_states() -> None:
+    pair = pair_of(_make, sharded=_shard)
+    tokens = torch.arange(24).view(2, 12)
+    for in_place in (False, True):
+        if in_place:
+            compile_in_place(pair.model)
+        ours = pair.model if in_place else pair.compiled(fullgraph=False)
+        for _ in range(2):
+            with torch.no_grad():
+                made, wanted = (each(input_ids=tokens, output_hidden_states=True) for each in (ours, pair.reference))
+            assert len(made.hidden_states) == len(wanted.hidden_states) == 3
+            for a, b in zip(made.hidden_states, wanted.hidden_states, strict=True):
+                assert torch.equal(a, b)
+
+
+@case("llama", is_long=True)
+def generates_different_lengths() -> None:
+    pair = pair_of(_make, sharded=_shard)
+    torch.manual_seed(0)
+    plain: Any = _make()
+    pair.train(pair.compiled(), loss=_loss, steps=1, within=REDUCED_TWICE)
+    plain.load_state_dict({name: p.full_tensor() for name, p in pair.model.state_dict().items()})
+    prompt = torch.arange(3, 7 if dist.get_rank() == 0 else 13)[None]
+    made = pair.model.generate(prompt, max_length=16, do_sample=False)
+    assert torch.equal(made, plain.generate(prompt, max_length=16, do_sample=False))

@@ -36,20 +36,12 @@ class Strategy:
     reshard: bool
 
 
+ONE_RANK = {"full": Strategy(1, reshard=True), "ZeRO-2": Strategy(1, reshard=False)}
+HYBRID = {"hybrid": Strategy(2, reshard=True), "hybrid ZeRO-2": Strategy(2, reshard=False)}
 STRATEGIES = {
-    1: {"full": Strategy(1, reshard=True), "ZeRO-2": Strategy(1, reshard=False)},
-    2: {
-        "full": Strategy(1, reshard=True),
-        "ZeRO-2": Strategy(1, reshard=False),
-        "replicated": Strategy(2, reshard=True),
-    },
-    4: {
-        "full": Strategy(1, reshard=True),
-        "ZeRO-2": Strategy(1, reshard=False),
-        "hybrid": Strategy(2, reshard=True),
-        "hybrid ZeRO-2": Strategy(2, reshard=False),
-        "replicated": Strategy(4, reshard=True),
-    },
+    1: ONE_RANK,
+    2: {**ONE_RANK, "replicated": Strategy(2, reshard=True)},
+    4: {**ONE_RANK, **HYBRID, "replicated": Strategy(4, reshard=True)},
 }
 """By number of ranks."""
 
@@ -127,20 +119,5 @@ def covering() -> list[Combination]:
     return sorted(chosen, key=lambda one: one.world_size)
 
 
-def each_value_once(among: list[Combination]) -> list[Combination]:
-    """A part of some combinations in which every value occurs that occurs in them, most on two ranks."""
-    missing = {value for one in among for value in _values(one)}
-    chosen = []
-    while missing:
-        best = max(among, key=lambda one: (len(missing & set(_values(one))), one.world_size == 2, one.world_size))
-        chosen.append(best)
-        missing -= set(_values(best))
-    return chosen
-
-
-def _values(one: Combination) -> list[tuple[str, object]]:
-    return [(field.name, getattr(one, field.name)) for field in dataclasses.fields(one)]
-
-
 def _pairs(one: Combination) -> set[tuple[tuple[str, object], ...]]:
-    return set(itertools.combinations(_values(one), 2))
+    return set(itertools.combinations(dataclasses.asdict(one).items(), 2))

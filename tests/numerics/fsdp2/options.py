@@ -158,9 +158,9 @@ NOT_DRAWN = {
     "auto_wrap_policy": "tests/sharding/test_wrap.py compares the units",
     "module": "what is sharded",
     "ignored_params": "tests/sharding/test_wrap.py leaves them out of units",
-    "param_init_fn": "tests/sharding/test_materialize.py; no step knows of it",
+    "param_init_fn": "tests/sharding/test_values.py; no step knows of it",
     "device_id": "the same",
-    "dp_mesh_dims": "tests/fsdp2/test_mesh_dims.py has the meshes",
+    "dp_mesh_dims": "tests/fsdp2/test_meshes.py has the meshes",
 }
 """Options, and arguments of `fully_shard`, that no row has, and why."""
 

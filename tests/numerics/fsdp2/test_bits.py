@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -10,14 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_compile
 from fsdp_compile.parity.experiment import Accumulation, Experiment
 from fsdp_compile.parity.train import train_both
-from tests.ranks import run_ranks
-
-_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+from tests.ranks import on_ranks, run_ranks
+from tests.two_sides import MIXED
 
 
 class Odd(nn.Module):
@@ -42,34 +39,6 @@ def make_batch(step: int) -> torch.Tensor:
     return torch.randn(24, 67, generator=torch.Generator().manual_seed(step))
 
 
-def _experiment(**changes: Any) -> Experiment:
-    settings: dict[str, Any] = {"world_size": 4, "steps": 2}
-    return Experiment(make_model=make_model, make_batch=make_batch, **settings | changes)
-
-
-def _different(experiments: list[Experiment]) -> list[list[str]]:
-    """For each, what differs in a bit."""
-    return [[f"{d.name} {d.step}" for d in train_both(e) if d.different] for e in experiments]
-
-
-HELD = {"micro_batches": 2, "accumulation": Accumulation.HOLD}
-
-
-@pytest.mark.long
-@pytest.mark.core
-def test_four_ranks_have_the_bits_of_fsdp2() -> None:
-    cases = {
-        "full shard": _experiment(),
-        "bf16, every micro-batch": _experiment(mp_policy=_BF16, micro_batches=2),
-        "held": _experiment(**HELD),
-        "held, ZeRO-2, bf16": _experiment(**HELD, reshard_after_forward=False, mp_policy=_BF16),
-        "held, hybrid": _experiment(**HELD, replicas=2),
-        "held, hybrid, bf16": _experiment(**HELD, replicas=2, mp_policy=_BF16),
-    }
-    found = run_ranks(_different, list(cases.values()), world_size=4)[0]
-    assert dict(zip(cases, found, strict=True)) == {name: [] for name in cases}
-
-
 def _average(_state: object, gradient: torch.Tensor, output: torch.Tensor) -> None:
     dist.reduce_scatter_tensor(output, gradient, op=dist.ReduceOp.AVG)
 
@@ -83,36 +52,45 @@ def _with_a_hook(model: nn.Module, fully_shard: Callable[..., nn.Module]) -> Non
         fsdp_compile.register_comm_hook(model, _average)
 
 
+HELD = {"micro_batches": 2, "accumulation": Accumulation.HOLD}
+
+
+PLANNED = {"prefetch": "auto", "reduce_layout": "fsdp2", "bucket_mb": "auto"}
+CASES: dict[str, dict[str, Any]] = {
+    "full shard": {},
+    "bf16, every micro-batch": {"mp_policy": MIXED, "micro_batches": 2},
+    "held": HELD,
+    "held, ZeRO-2, bf16": {**HELD, "reshard_after_forward": False, "mp_policy": MIXED},
+    "held, hybrid": {**HELD, "replicas": 2},
+    "held, hybrid, bf16": {**HELD, "replicas": 2, "mp_policy": MIXED},
+    "planned, bf16, held, 3 ranks": {**HELD, "mp_policy": MIXED, "options": PLANNED, "world_size": 3},
+    "planned, a hook, 3 ranks": {"options": PLANNED, "prepare": _with_a_hook, "world_size": 3},
+}
+
+
 @pytest.mark.long
-def test_three_ranks_have_the_bits_of_fsdp2() -> None:
-    planned = {"prefetch": "auto", "reduce_layout": "fsdp2", "bucket_mb": "auto"}
-    cases = {
-        "planned, bf16, held": _experiment(mp_policy=_BF16, options=planned, **HELD),
-        "planned, a hook": _experiment(options=planned, prepare=_with_a_hook),
-    }
-    three = [dataclasses.replace(case, world_size=3) for case in cases.values()]
-    found = run_ranks(_different, three, world_size=3)[0]
-    assert dict(zip(cases, found, strict=True)) == {name: [] for name in cases}
-
-
-def _scattered(share: int) -> torch.Tensor:
-    """What a reduce-scatter makes of the same 64 numbers per rank, in a message with `share` numbers per rank.
-
-    Returns:
-        `[draws, 64]`.
-    """
-    rank, world = dist.get_rank(), dist.get_world_size()
-    numbers = torch.randn(16, world, world, 64, generator=torch.Generator().manual_seed(0))[:, rank]
-    padded = nn.functional.pad(numbers, [0, share - 64])
-    reduced = torch.empty(16, share)
-    for message, result in zip(padded, reduced, strict=True):
-        dist.reduce_scatter_tensor(result, message.reshape(-1))
-    return reduced[:, :64]
+@pytest.mark.core
+@pytest.mark.parametrize("world_size", [3, 4])
+@on_ranks(world_size=lambda world_size: world_size)
+def test_more_than_two_ranks_have_the_bits_of_fsdp2(world_size: int) -> None:
+    for name, changes in CASES.items():
+        settings: dict[str, Any] = {"world_size": 4, "steps": 2, **changes}
+        if settings["world_size"] == world_size:
+            found = train_both(Experiment(make_model=make_model, make_batch=make_batch, **settings))
+            assert [f"{d.name} {d.step}" for d in found if d.different] == [], name
 
 
 def _places_that_differ(share: int) -> list[int]:
-    """Of the first 64 numbers of this rank's share, those whose sum has other bits than in a message of 64 each."""
-    return (_scattered(share) != _scattered(64)).any(0).nonzero().flatten().tolist()
+    """Of the same 64 numbers per rank, those whose sum over ranks has other bits in a message of `share` per rank."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    numbers = torch.randn(16, world, world, 64, generator=torch.Generator().manual_seed(0))[:, rank]
+    sums = []
+    for length in (share, 64):
+        reduced = torch.empty(16, length)
+        for message, result in zip(nn.functional.pad(numbers, [0, length - 64]), reduced, strict=True):
+            dist.reduce_scatter_tensor(result, message.reshape(-1))
+        sums.append(reduced[:, :64])
+    return (sums[0] != sums[1]).any(0).nonzero().flatten().tolist()
 
 
 def test_gloo_adds_in_an_order_that_depends_on_the_place_unless_shares_are_even() -> None:

@@ -1,9 +1,9 @@
-"""Tensor parallelism below, compiled: bit for bit what FSDP2 makes of the same DTensors; its collectives are hidden."""
+"""Tensor and context parallelism and grouped experts, compiled: bit for bit what FSDP2 makes of the same model."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -19,9 +19,20 @@ import fsdp_compile
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.passes.hide_own_collectives import HideOwnCollectives, HidePlan
 from tests import long
+from tests.models.context_parallel import (
+    LENGTH,
+    PositionedLlama,
+    cpu_kernels,
+    sequences,
+    split_attention,
+    split_by_context,
+    split_by_modules,
+)
+from tests.models.grouped_experts import MixtureOfExperts, deepseek, mixtral
 from tests.models.tensor_parallel import VOCABULARY, Llama, split
-from tests.ranks import run_ranks
-from tests.two_sides import BITS, WithFsdp2, Within, close
+from tests.numerics.one_process.measure import adamw_with_eps
+from tests.ranks import on_ranks
+from tests.two_sides import BITS, MIXED, WithFsdp2, Within, close, compile_eagerly, made, mean_over_ranks, sgd, whole
 
 STEPS = 2
 
@@ -53,10 +64,9 @@ class _Case:
     arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 CASES = {
     "two layers": _Case(layers=2),
-    "split tokens, bf16": _Case(sequence=True, arguments={"mp_policy": BF16}),
+    "split tokens, bf16": _Case(sequence=True, arguments={"mp_policy": MIXED}),
     "uneven rows": _Case(hidden=6),
     "the other dimension": _Case(arguments={"shard_placement_fn": _other_dimension}),
     "replicas": _Case(mesh=(2, 1, 2)),
@@ -112,12 +122,16 @@ def _clipped(name: str, within: Within, lower: str = "eager") -> None:
 @pytest.mark.long
 @pytest.mark.inductor
 @pytest.mark.parametrize("name", ["two layers", "uneven rows"])
+@on_ranks(world_size=4, timeout_s=500)
 def test_inductor(name: str) -> None:
-    run_ranks(_clipped, name, ROUNDED, "inductor", world_size=4, timeout_s=500)
+    _clipped(name, ROUNDED, "inductor")
 
 
-def _hidden(name: str) -> bool:
-    """Whether the order of a backward was changed to hide collectives of tensor parallelism."""
+@pytest.mark.core
+@long.parametrize("name", CASES, always=["split tokens, bf16"])
+@on_ranks(world_size=4, timeout_s=500)
+def test_compiled(name: str) -> None:
+    """The order of a backward is changed to hide collectives of tensor parallelism where there are such."""
     orders: list[int] = []
     apply = HideOwnCollectives.apply
 
@@ -127,33 +141,181 @@ def _hidden(name: str) -> bool:
 
     with mock.patch.object(HideOwnCollectives, "apply", noted):
         _clipped(name, BITS)
-    return any(orders)
+    assert any(orders) == (CASES[name].mesh[-1] > 1)
 
 
-@pytest.mark.core
-@long.parametrize("name", CASES, always=["split tokens, bf16"])
-def test_compiled(name: str) -> None:
-    is_split = CASES[name].mesh[-1] > 1
-    assert run_ranks(_hidden, name, world_size=4, timeout_s=500) == [is_split] * 4
+MICROBATCHES: list[tuple[str, tuple[bool, ...]]] = [
+    *((name, (True,) * case.micro_batches) for name, case in CASES.items()),
+    ("accumulated", (False, True)),
+    ("accumulated", (True, False)),
+]
 
 
-def _under_fsdp2(name: str, compiled: tuple[bool, ...]) -> None:
+@long.parametrize(("name", "compiled"), MICROBATCHES, always=[])
+@on_ranks(world_size=4)
+def test_under_torchs_fully_shard(name: str, compiled: tuple[bool, ...]) -> None:
     """Torch's `fully_shard` on both sides; `compiled` says it of each microbatch."""
     pair = _pair(name, fsdp2)
     call = pair.compiled()
     pair.train(*(call if each else pair.model for each in compiled), steps=STEPS)
 
 
-@long.parametrize("name", CASES, always=[])
-def test_under_torchs_fully_shard(name: str) -> None:
-    run_ranks(_under_fsdp2, name, (True,) * CASES[name].micro_batches, world_size=4)
+# Context parallelism: over the flattened (data, context) mesh, with torch's ring attention.
+
+
+class _ContextCase(NamedTuple):
+    """How many ranks have batches of their own, how many share each, and which way of torch's splits attention."""
+
+    mesh: tuple[int, int]
+    layers: int = 2
+    by_modules: bool = False
+
+
+Trained = tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]
+"""Losses of this rank's tokens, its shards and gradients of the last step, and the full parameters."""
+
+
+CONTEXTS = {
+    "cp 2": _ContextCase((1, 2), layers=1),
+    "dp 2 x cp 2": _ContextCase((2, 2)),
+    "cp 4": _ContextCase((1, 4)),
+    "cp 2, by modules": _ContextCase((1, 2), by_modules=True),
+}
+
+
+def _trained(case: _ContextCase, fully_shard: Any, lower: str | None) -> Trained:
+    torch._dynamo.reset()
+    world = init_device_mesh("cpu", case.mesh, mesh_dim_names=("dp", "cp"))
+    everyone, context = world["dp", "cp"]._flatten("dp_cp"), world["cp"]
+    model: Any = made(lambda: PositionedLlama(case.layers))
+    if case.by_modules:
+        split_attention(model, context)
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=everyone)
+    call = model if lower is None else compile_eagerly(model, lower=lower)
+    optimizer = adamw_with_eps(model.parameters())
+    split = split_by_modules if case.by_modules else split_by_context
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        with split(context, sequences(10 * step + world["dp"].get_local_rank())) as batch:
+            loss = call(*batch)
+            loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    shards = [part.to_local() for p in model.parameters() for part in (p.detach(), p.grad)]
+    return losses, shards, [p.detach().full_tensor() for p in model.parameters()]
+
+
+def _check_one_process(case: _ContextCase, trained: Trained) -> None:
+    losses, _, whole = trained
+    model = made(lambda: PositionedLlama(case.layers))
+    optimizer = adamw_with_eps(model.parameters())
+    for step, mine in enumerate(losses):
+        optimizer.zero_grad()
+        parts = [sequences(10 * step + place) for place in range(case.mesh[0])]
+        loss = model(*(torch.cat(each) for each in zip(*parts, strict=True)))
+        loss.backward()
+        optimizer.step()
+        close(mean_over_ranks(mine), loss, "loss", (1e-5, 1e-6))  # all ranks have equally many tokens
+    for found, expected in zip(whole, model.parameters(), strict=True):
+        close(found, expected, "parameter", (1e-4, 1e-5))
 
 
 @pytest.mark.long
-def test_after_an_uncompiled_microbatch() -> None:
-    run_ranks(_under_fsdp2, "accumulated", (False, True), world_size=4)
+@pytest.mark.inductor
+@on_ranks()
+def test_context_parallel_through_inductor() -> None:
+    with cpu_kernels():
+        _check_one_process(CONTEXTS["cp 2"], _trained(CONTEXTS["cp 2"], fsdp_compile.fully_shard, "inductor"))
 
 
-@pytest.mark.long
-def test_before_an_uncompiled_microbatch() -> None:
-    run_ranks(_under_fsdp2, "accumulated", (True, False), world_size=4)
+@pytest.mark.core
+@long.parametrize("name", CONTEXTS, always=["cp 2"])
+@on_ranks(world_size=lambda name: torch.Size(CONTEXTS[name].mesh).numel())
+def test_context_parallel(name: str) -> None:
+    """Bit for bit FSDP2's, and near one process."""
+    case = CONTEXTS[name]
+    with cpu_kernels():
+        ours = _trained(case, fsdp_compile.fully_shard, "eager")
+        theirs = _trained(case, torch.distributed.fsdp.fully_shard, None)
+    _check_one_process(case, ours)
+    for mine, expected in zip(ours, theirs, strict=True):
+        assert all(map(torch.equal, mine, expected))
+
+
+@on_ranks()
+def test_graphs_of_whole_and_of_split_sequences_are_not_mixed_up() -> None:
+    """Losses of the same tokens: before, in and after the block in which torch replaces attention."""
+    torch.manual_seed(0)
+    world = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
+    model = PositionedLlama(layers=1)
+    call = torch.compile(model, backend="fsdp", options={"lower": "eager"})
+    whole = [each[:, : LENGTH // 2].contiguous() for each in sequences(5)]  # as long as a rank's part
+    with cpu_kernels(), torch.no_grad():
+        losses = [call(*whole).item()]
+        with split_by_context(world["cp"], sequences(5)) as batch:
+            losses.append(call(*batch).item())
+            losses.append(model(*batch).item())
+        losses.append(call(*whole).item())
+    before, split, expected, after = losses
+    assert before == after
+    assert split == expected != before
+
+
+# Experts of one grouped matmul, sharded within each expert.
+
+RANKS, STEPS = 4, 2
+_GROUPED = ", grouped"
+"""End of the name of a model in bfloat16, in which torch has grouped matmuls that it can trace."""
+MODELS = {"mixtral": mixtral, "deepseek": deepseek}
+
+
+def _within_experts(parameter: torch.nn.Parameter) -> Shard:
+    """There are as few experts as ranks, or fewer: each rank has a part of every one."""
+    return Shard(1) if parameter.ndim == 3 else Shard(0)
+
+
+def _trained_experts(
+    name: str, fully_shard: Any = None, lower: str | None = None, *, one_sided: bool
+) -> list[torch.Tensor]:
+    """Losses, whole parameters and gradients; of one process without `fully_shard`.
+
+    `one_sided` routes all tokens to two experts, so that the others have none.
+    """
+    torch._dynamo.reset()
+    model = made(MODELS[name.removesuffix(_GROUPED)])
+    for layer in model.layers if one_sided else ():
+        if isinstance(layer.feed_forward, MixtureOfExperts):
+            with torch.no_grad():
+                layer.feed_forward.router.weight.zero_()
+    policy = MIXED if name.endswith(_GROUPED) else MixedPrecisionPolicy()
+    if fully_shard is not None:
+        for module in (*model.layers, model):
+            fully_shard(module, mp_policy=policy, shard_placement_fn=_within_experts)
+    call = model if lower is None else compile_eagerly(model, lower=lower)
+    optimizer = sgd(model.parameters())
+    found = []
+    for step in range(STEPS):
+        tokens = torch.randint(0, VOCABULARY, (RANKS, 2, 8), generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        loss = call(tokens.flatten(0, 1) if fully_shard is None else tokens[dist.get_rank()])
+        loss.backward()
+        optimizer.step()
+        found.append(loss.detach() if fully_shard is None else mean_over_ranks(loss))
+    return found + [whole(v) for p in model.parameters() for v in (p.detach(), p.grad) if v is not None]
+
+
+EXPERTS = [(f"{name}{end}", one_sided) for name in MODELS for end in ("", _GROUPED) for one_sided in (False, True)]
+
+
+@long.parametrize(("name", "one_sided"), EXPERTS, always=[("mixtral, grouped", False)])
+@on_ranks(world_size=RANKS)
+def test_grouped_experts(name: str, *, one_sided: bool) -> None:
+    ours = _trained_experts(name, fsdp_compile.fully_shard, "eager", one_sided=one_sided)
+    within = (5e-2, 2e-2) if name.endswith(_GROUPED) else (1e-4, 1e-6)
+    for a, b in zip(ours, _trained_experts(name, one_sided=one_sided), strict=True):
+        close(a, b, "in one process", within)
+    theirs = _trained_experts(name, torch.distributed.fsdp.fully_shard, one_sided=one_sided)
+    assert len(ours) == len(theirs)
+    assert all(map(torch.equal, ours, theirs))

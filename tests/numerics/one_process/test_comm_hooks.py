@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._comm_hooks import default_hooks
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, ShardingStrategy
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_compile import ConfigError, fully_shard, no_sync, register_comm_hook, units
 from fsdp_compile.ir.graph import Role
@@ -21,19 +18,17 @@ from fsdp_compile.lower.region import regions_of
 from tests import long
 from tests.fake_world import fake_world
 from tests.models.kinds import WIDTH, Slim, Stack
-from tests.numerics.one_process.measure import batches, train_pair
+from tests.numerics.one_process.measure import Differences, OneOfTwo, batches, train_pair
 from tests.numerics.one_process.test_mixed_precision import BF16, ByHand, train_both
-from tests.ranks import on_ranks, run_ranks
-from tests.two_sides import compile_eagerly, loss_of
-
-Calls = list[tuple[int, ...]]
+from tests.ranks import on_ranks
+from tests.two_sides import MIXED, close, compile_eagerly, loss_of, made, mesh_of, whole
 
 
 class Counts:
     """A hook that averages as the default does, and notes what it is given."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self.calls: Calls = []
+        self.calls: list[tuple[int, ...]] = []
         self.group = group
 
     def __call__(self, state: object, gradient: torch.Tensor, output: torch.Tensor | None = None) -> None:
@@ -51,51 +46,37 @@ def _operators(model: nn.Module, role: Role) -> list[str]:
     return [str(node.target) for ran in regions_of(units(model)) for step in ran.steps for node in step.nodes(role)]
 
 
-def _counted(strategy: ShardingStrategy) -> tuple[float, Calls, list[int]]:
+@pytest.mark.core
+@long.parametrize(
+    ("strategy", "world_size"),
+    [
+        (ShardingStrategy.FULL_SHARD, 1),
+        (ShardingStrategy.FULL_SHARD, 2),
+        (ShardingStrategy.NO_SHARD, 2),
+        (ShardingStrategy.HYBRID_SHARD, 4),
+    ],
+    always=[(ShardingStrategy.FULL_SHARD, 1), (ShardingStrategy.FULL_SHARD, 2)],
+)
+@on_ranks(world_size=lambda world_size, **_: world_size)
+def test_a_hook_is_the_reduction_of_each_unit(strategy: ShardingStrategy, world_size: int) -> None:
+    """Once per unit and step, the hook gets the whole flat gradient; replicas alone, and one rank, have no output."""
     hybrid = strategy is ShardingStrategy.HYBRID_SHARD
-    names = ("replicate", "shard")
-    shape = (2, 2) if hybrid else (dist.get_world_size(),)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names[-len(shape) :])
+    mesh = mesh_of((2, 2) if hybrid else (world_size,))
     hook = Counts(mesh.get_group(1) if hybrid else None)
     models: list[nn.Module] = []
 
     def prepare(model: nn.Module) -> None:
-        fully_shard(model, mesh=mesh, sharding_strategy=strategy)
+        models.append(fully_shard(model, mesh=mesh, sharding_strategy=strategy))
         register_comm_hook(model, hook, "mine")
-        models.append(model)
 
-    found = train_pair(Slim, prepare=prepare, steps=2)
+    train_pair(Slim, prepare=prepare, steps=2, within=Differences(1e-6, 1e-4, 0.02))
     sizes = [group.flat.numel() for unit in units(models[0]) for group in unit.groups]
-    whole = strategy is ShardingStrategy.NO_SHARD or dist.get_world_size() == 1
-    role = Role.REPLICATE if whole else Role.REDUCE
-    operators = _operators(models[0], role)
+    whole = strategy is ShardingStrategy.NO_SHARD or world_size == 1
+    operators = _operators(models[0], Role.REPLICATE if whole else Role.REDUCE)
     assert len(operators) == len(sizes)
     assert all(operator.startswith("fsdp_compile.hook") for operator in operators)
-    assert found.loss < 1e-6
-    assert found.parameter < 0.02
-    return found.gradient, hook.calls, sizes
-
-
-@pytest.mark.core
-@long.parametrize(
-    ("strategy", "world_size"),
-    [(ShardingStrategy.FULL_SHARD, 2), (ShardingStrategy.NO_SHARD, 2), (ShardingStrategy.HYBRID_SHARD, 4)],
-    always=[(ShardingStrategy.FULL_SHARD, 2)],
-)
-def test_a_hook_is_the_reduction_of_each_unit(strategy: ShardingStrategy, world_size: int) -> None:
-    for gradient, calls, sizes in run_ranks(_counted, strategy, world_size=world_size):
-        assert gradient < 1e-4
-        if strategy is ShardingStrategy.NO_SHARD:
-            wanted = [(size, -1) for size in sizes]
-        else:
-            wanted = [(2 * size, size) for size in sizes]
-        assert sorted(calls) == sorted(wanted * 2), "once per unit and step, the whole flat parameter"
-
-
-def test_one_rank_calls_its_hook_as_well() -> None:
-    (found,) = run_ranks(_counted, ShardingStrategy.FULL_SHARD, world_size=1)
-    assert found[0] < 1e-4
-    assert {output for _, output in found[1]} == {-1}
+    wanted = [(size, -1) if whole else (2 * size, size) for size in sizes]
+    assert sorted(hook.calls) == sorted(wanted * 2)
 
 
 @pytest.mark.long
@@ -121,110 +102,79 @@ def test_torchs_hooks_are_ordinary_nodes() -> None:
     ):
         model = fully_shard(Stack(1))
         register_comm_hook(model, hook)
-        torch.compile(model, backend="fsdp", options={"lower": "eager"})(torch.ones(2, WIDTH)).sum().backward()
+        compile_eagerly(model)(torch.ones(2, WIDTH)).sum().backward()
         (backward,) = (step for ran in regions_of(units(model)) for step in ran.steps[1:])
         for node in backward.nodes(Role.REDUCE):
             assert "reduce_scatter_tensor_coalesced" in str(node.target)
             assert {message.meta["val"].dtype for message in node.all_input_nodes} == {dtype}
 
 
-def _accumulated(strategy: ShardingStrategy, *, reduce_scattered: bool) -> None:
+SUMS = [
+    (ShardingStrategy.FULL_SHARD, "set_requires_gradient_sync", 2),
+    (ShardingStrategy.HYBRID_SHARD, "set_requires_all_reduce", 4),
+    (ShardingStrategy.NO_SHARD, "set_requires_all_reduce", 4),
+]
+
+
+@long.parametrize(("strategy", "waits", "world_size"), SUMS, always=SUMS[:2])
+@on_ranks(world_size=lambda world_size, **_: world_size)
+def test_compressed_gradients_accumulate_in_their_own_dtype(
+    strategy: ShardingStrategy, waits: str, world_size: int
+) -> None:
     """A sum that bfloat16 holds, of numbers that it cannot add one by one."""
-    world = dist.get_world_size()
-    names = ("replicate", "shard")
-    shape = (2, world // 2) if strategy is ShardingStrategy.HYBRID_SHARD else (world,)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names[-len(shape) :])
-    torch.manual_seed(0)
-    model: Any = nn.Linear(1, 4, bias=False)
-    fully_shard(model, mesh=mesh, sharding_strategy=strategy)
+    mesh = mesh_of((2, world_size // 2) if strategy is ShardingStrategy.HYBRID_SHARD else (world_size,))
+    model: Any = fully_shard(nn.Linear(1, 4, bias=False), mesh=mesh, sharding_strategy=strategy)
     register_comm_hook(model, default_hooks.bf16_compress_hook)
     call = compile_eagerly(model)
     gradients = [2048.0, 8.0, 8.0]
-    for each in gradients[:-1]:
-        if reduce_scattered:
-            model.set_requires_all_reduce(False)
-            call(torch.full((1, 1), each)).sum().backward()
-            model.set_requires_all_reduce(True)
-        else:
-            with no_sync(model):
-                call(torch.full((1, 1), each)).sum().backward()
-    call(torch.full((1, 1), gradients[-1])).sum().backward()
+    for number, each in enumerate(gradients):
+        getattr(model, waits)(number == 2)
+        call(torch.full((1, 1), each)).sum().backward()
     assert model.weight.grad.full_tensor().flatten().tolist() == [sum(gradients)] * 4
     for ran in regions_of(units(model)):
         for node in (node for step in ran.steps for role in (Role.REDUCE, Role.REPLICATE) for node in step.nodes(role)):
             assert {message.meta["val"].dtype for message in node.all_input_nodes} == {BF16}
 
 
-def test_compressed_gradients_accumulate_in_their_own_dtype() -> None:
-    run_ranks(_accumulated, ShardingStrategy.FULL_SHARD, reduce_scattered=False)
-
-
-@long.parametrize(
-    "strategy", [ShardingStrategy.HYBRID_SHARD, ShardingStrategy.NO_SHARD], always=[ShardingStrategy.HYBRID_SHARD]
-)
-def test_compressed_gradients_of_replicas_accumulate_in_their_own_dtype(strategy: ShardingStrategy) -> None:
-    run_ranks(_accumulated, strategy, reduce_scattered=True, world_size=4)
-
-
-class _Either(nn.Module):
-    """Uses one of two layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = nn.Linear(1, 4, bias=False), nn.Linear(1, 4, bias=False)
-
-    def forward(self, x: torch.Tensor, *, one: bool) -> torch.Tensor:
-        out: torch.Tensor = (self.one if one else self.other)(x)
-        return out
-
-
 @pytest.mark.long
 @on_ranks()
 def test_what_no_microbatch_reduces_is_compressed_at_the_end() -> None:
     """The microbatch that reduces does not use a layer: its gradients are reduced at the end of the backward."""
-    model: Any = _Either()
-    for module in (model.one, model.other, model):
+    model: Any = OneOfTwo(1, 4, bias=False)
+    for module in (model.first, model.second, model):
         fully_shard(module)
     register_comm_hook(model, default_hooks.bf16_compress_hook)
     call = compile_eagerly(model)
     with no_sync(model):
         for each in (2048.0, 8.0, 8.0):
-            call(torch.full((1, 1), each), one=True).sum().backward()
-    call(torch.ones(1, 1), one=False).sum().backward()
-    assert model.one.weight.grad.full_tensor().flatten().tolist() == [2064.0] * 4
+            call(torch.full((1, 1), each)).sum().backward()
+    model.chosen = "second"
+    call(torch.ones(1, 1)).sum().backward()
+    assert model.first.weight.grad.full_tensor().flatten().tolist() == [2064.0] * 4
 
 
 @pytest.mark.long
 @on_ranks()
 def test_a_state_of_ones_own_is_honoured() -> None:
     """A state that divides otherwise is honoured: the hook then runs as it is."""
-    torch.manual_seed(0)
-    model = Stack(1)
-    plain = copy.deepcopy(model)
-    fully_shard(model)
-    fully_shard(plain)
+    model, plain = (fully_shard(made(lambda: Stack(1))) for _ in range(2))
     state = default_hooks.DefaultState(dist.distributed_c10d._get_default_group())
     state.gradient_postdivide_factor *= 4
     register_comm_hook(model, default_hooks.reduce_scatter_hook, state)
     (batch,) = batches(1, 4)
     for each in (model, plain):
-        loss_of(torch.compile(each, backend="fsdp", options={"lower": "eager"})(batch)).backward()
-    worst = 0.0
+        loss_of(compile_eagerly(each)(batch)).backward()
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert isinstance(mine.grad, DTensor)
-        assert isinstance(theirs.grad, DTensor)
-        worst = max(worst, (4 * mine.grad.full_tensor() - theirs.grad.full_tensor()).abs().max().item())
-    assert worst < 1e-6
+        close(4 * whole(mine.grad), whole(theirs.grad), "gradient", (0.0, 1e-6))
 
 
 @pytest.mark.long
 @on_ranks()
 def test_under_inductor() -> None:
     def prepare(model: nn.Module) -> None:
-        fully_shard(model)
-        register_comm_hook(model, Counts(), "mine")
+        register_comm_hook(fully_shard(model), Counts(), "mine")
 
-    assert (train_pair(Slim, lower="inductor", steps=2, prepare=prepare).gradient) < 1e-4
+    train_pair(Slim, lower="inductor", steps=2, prepare=prepare, within=Differences(1e-5, 1e-4, 0.02))
 
 
 @on_ranks()
@@ -235,8 +185,7 @@ def test_the_gradient_comes_in_the_reductions_dtype() -> None:
         seen.append((gradient.dtype, output.dtype))
         dist.reduce_scatter_tensor(output, gradient)
 
-    model = fully_shard(Stack(1), mp_policy=MixedPrecisionPolicy(BF16, torch.float32))
-    compiled: Any = torch.compile(model, backend="fsdp", options={"lower": "eager"})
+    compiled = compile_eagerly(fully_shard(Stack(1), mp_policy=MIXED))
     register_comm_hook(compiled, hook)
     loss_of(compiled(torch.ones(2, WIDTH))).backward()
     assert set(seen) == {(torch.float32, torch.float32)}

@@ -1,40 +1,40 @@
-"""Units that share collectives, and large parameters as messages of their own or packed: the numbers stay."""
+"""Units that share collectives, messages of several parameters, and a group of its own for reductions: numbers stay."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile import explain, fully_shard
+from fsdp_compile import explain, fully_shard, units
+from fsdp_compile._torch.distributed import resolve_group
+from fsdp_compile.comm.groups import rank_store
 from fsdp_compile.cost.communicate import Kind
-from fsdp_compile.cost.hardware import Hardware, Quantity, hardware
+from fsdp_compile.cost.hardware import Quantity, hardware
 from fsdp_compile.explain.plan import Plan
-from tests.models.kinds import WIDTH, Slim, Stack, Tied
-from tests.numerics.one_process.measure import Differences, Prepare, batches, train_pair
-from tests.numerics.one_process.test_model_kinds import assert_equal_training
-from tests.ranks import on_ranks, run_ranks
-from tests.two_sides import loss_of
+from tests.models.kinds import WIDTH, Slim, Stack
+from tests.models.round_sizes import Stack as Wide
+from tests.models.round_sizes import on_meta
+from tests.numerics.one_process.measure import batches, train_pair
+from tests.ranks import on_ranks
+from tests.two_sides import compile_eagerly, loss_of, made, mesh_of, shard_blocks, share
 
 
 def _trained(bucket_mb: float) -> list[torch.Tensor]:
     """Losses and this rank's parameters after two steps."""
     torch._dynamo.reset()  # both compile the same code
-    torch.manual_seed(0)
-    model = Slim()
+    model = made(Slim)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    options: dict[str, Any] = {"lower": "eager", "bucket_mb": bucket_mb}
-    compiled = torch.compile(model, backend="fsdp", options=options)
+    compiled = compile_eagerly(model, bucket_mb=bucket_mb)
     losses = []
     for batch in batches(2, 4):
-        loss = loss_of(compiled(batch.chunk(2)[dist.get_rank()]))
+        loss = loss_of(compiled(share(batch)))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -50,31 +50,11 @@ def test_sharing_collectives_changes_no_bit_on_two_ranks() -> None:
     assert all(map(torch.equal, _trained(0), _trained(10)))
 
 
-def _with_buckets_chosen(make: Callable[[], torch.nn.Module], prepare: Prepare | None) -> Differences:
-    return train_pair(make, prepare=prepare, options={"bucket_mb": "auto"})
-
-
-def _keep_for_backward(model: torch.nn.Module) -> None:
-    fully_shard(model, reshard_after_forward=False)
-
-
 @pytest.mark.long
-@pytest.mark.core
-@pytest.mark.parametrize(("make", "prepare"), [(Tied, None), (Stack, _keep_for_backward)], ids=["tied", "kept"])
-def test_sharing_collectives_changes_no_number(make: Callable[[], torch.nn.Module], prepare: Prepare | None) -> None:
-    assert_equal_training(run_ranks(_with_buckets_chosen, make, prepare))
-
-
-def _hybrid() -> Differences:
-    def shard(model: torch.nn.Module) -> None:
-        fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
-
-    return train_pair(Slim, prepare=shard, options={"bucket_mb": 10}, clip=0.5)
-
-
-@pytest.mark.long
+@on_ranks(world_size=4)
 def test_replicas_average_what_units_share() -> None:
-    assert_equal_training(run_ranks(_hybrid, world_size=4))
+    prepare = functools.partial(fully_shard, mesh=mesh_of((2, 2)))
+    train_pair(Slim, prepare=prepare, options={"bucket_mb": 10}, clip=0.5)
 
 
 def _collectives(options: dict[str, Any]) -> tuple[list[int], set[str]]:
@@ -100,11 +80,6 @@ Messages = dict[Kind, set[int]]
 """For each kind of collective, where a unit has several parameters: how many its messages hold."""
 
 
-def _hardware(message_us: float) -> Hardware:
-    cpu = hardware("cpu", 10.0)
-    return dataclasses.replace(cpu, link=dataclasses.replace(cpu.link, message=Quantity(message_us, "us", "a test's")))
-
-
 def _wide() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 512), nn.Tanh(), nn.Linear(512, WIDTH))
 
@@ -119,23 +94,79 @@ def _messages(plan: Plan) -> Messages:
     return found
 
 
-def _trained_of_layouts(message_us: float) -> tuple[Differences, Messages]:
-    models: list[nn.Module] = []
-    options = {"hardware": _hardware(message_us), "bucket_mb": 0}
-    found = train_pair(_wide, prepare=lambda model: models.append(fully_shard(model)), options=options)
-    return found, _messages(explain(models[0]))
-
-
-def _both() -> list[tuple[Differences, Messages]]:
-    return [_trained_of_layouts(message_us) for message_us in (0.0, 1e6)]
-
-
 @pytest.mark.core
+@on_ranks()
 def test_each_layout_is_taken_where_it_is_cheaper_and_changes_no_number() -> None:
-    ranks = run_ranks(_both)
-    for layout in zip(*ranks, strict=True):
-        assert_equal_training([found for found, _ in layout])
-    apart, packed = (messages for _, messages in ranks[0])
-    for kind in (Kind.GATHER, Kind.REDUCE):
-        assert 1 in apart[kind]
-        assert 1 not in packed[kind]
+    cpu = hardware("cpu", 10.0)
+    for message_us, is_apart in ((0.0, True), (1e6, False)):
+        models: list[nn.Module] = []
+        link = dataclasses.replace(cpu.link, message=Quantity(message_us, "us", "a test's"))
+        options = {"hardware": dataclasses.replace(cpu, link=link), "bucket_mb": 0}
+        train_pair(_wide, prepare=lambda model: models.append(fully_shard(model)), options=options)  # noqa: B023
+        found = _messages(explain(models[0]))
+        assert all((1 in found[kind]) == is_apart for kind in (Kind.GATHER, Kind.REDUCE))
+
+
+# A group of its own for reductions.
+
+
+def _groups(plan: Plan) -> dict[Kind, set[str]]:
+    found: dict[Kind, set[str]] = {}
+    for graph in plan.graphs:
+        for collective in graph.collectives:
+            found.setdefault(collective.kind, set()).add(collective.group)
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.core
+@on_ranks(world_size=4)
+def test_two_groups_train_to_the_numbers_of_one_process_under_names_that_all_ranks_share() -> None:
+    given: list[tuple[tuple[int, ...], object]] = [((4,), "auto"), ((2, 2), 1)]
+    for shape, prefetch in given:
+        models: list[Any] = []
+
+        def prepare(model: Any) -> None:
+            models.append(fully_shard(model, mesh=mesh_of(shape), separate_reduce_group=True))  # noqa: B023  runs at once
+
+        train_pair(Slim, prepare=prepare, options={"prefetch": prefetch})
+        groups = _groups(explain(models[0]))
+        (gathers,), (reduces,) = groups[Kind.GATHER], groups[Kind.REDUCE]
+        assert resolve_group(gathers) is not resolve_group(reduces)
+        assert rank_store(reduces) is not None
+        assert reduces.startswith("fsdp.reduce.")
+        everywhere: list[Any] = [None] * 4
+        dist.all_gather_object(everywhere, groups)
+        assert everywhere == [groups] * 4
+
+
+def _reduced_over(model: Any) -> set[str]:
+    compile_eagerly(model)(torch.ones(4, WIDTH)).sum().backward()
+    return _groups(explain(model))[Kind.REDUCE]
+
+
+@pytest.mark.usefixtures("world")
+def test_fsdp2s_method_switches_between_two_groups_that_are_made_once() -> None:
+    model = shard_blocks(Stack())
+    assert _reduced_over(model) == {"fsdp.shard.0"}
+    model.set_separate_reduce_scatter_group()
+    assert _reduced_over(model) == {"fsdp.reduce.0"}
+    model.blocks[0].set_separate_reduce_scatter_group(enable=False)
+    assert _reduced_over(model) == {"fsdp.reduce.0", "fsdp.shard.0"}
+    model.set_separate_reduce_scatter_group(enable=False)
+    specs = [param.spec for unit in units(model) for group in unit.groups for param in group.params]
+    assert {spec.scatter_group for spec in specs} == {"fsdp.shard.0"}
+
+
+def test_a_plan_shows_two_queues_of_one_link() -> None:
+    model, x = on_meta(Wide)
+    plans = [
+        explain(model, x, world_size=8, options={"lower": "eager", "prefetch": 1, "separate_reduce_group": apart})
+        for apart in (False, True)
+    ]
+    shared, apart = plans
+    assert _groups(shared)[Kind.REDUCE] == {"fsdp.shard.0"}
+    assert _groups(apart)[Kind.REDUCE] == {"fsdp.reduce.0"}
+    # The same work for the link, whatever the queues.
+    assert apart.busy_us == pytest.approx(shared.busy_us)
+    assert apart.step_us >= apart.busy_us

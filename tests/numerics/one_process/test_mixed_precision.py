@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable
@@ -23,27 +22,22 @@ from fsdp_compile.config.policy import AnyPrecisionPolicy
 from tests import long
 from tests.models.kinds import WIDTH, Slim, Stack
 from tests.numerics.one_process.measure import batches
-from tests.ranks import on_ranks, run_ranks
-from tests.two_sides import loss_of
+from tests.ranks import on_ranks
+from tests.sharding.models import Normed
+from tests.two_sides import (
+    MIXED,
+    WithOneProcess,
+    compare_gradients,
+    compare_parameters,
+    compile_eagerly,
+    local,
+    loss_of,
+    made,
+    sgd,
+    share,
+)
 
 BF16 = torch.bfloat16
-LEARNING_RATE = 0.05
-
-
-class Normed(nn.Module):
-    """Linear layers, a batch norm between them, and a buffer that scales."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, WIDTH)
-        self.norm = nn.BatchNorm1d(WIDTH)
-        self.down = nn.Linear(WIDTH, 5)
-        self.register_buffer("scale", torch.linspace(0.9, 1.1, 5))
-        self.register_buffer("count", torch.tensor(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen = (x.dtype, self.scale.dtype)
-        return self.down(torch.relu(self.norm(self.up(x)))) * self.scale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +62,9 @@ def _all_but_norms(model: nn.Module) -> nn.Module:
     return model
 
 
-def _by_hand(reference: nn.Module, cast: ByHand, chunks: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+def _by_hand(reference: nn.Module, cast: ByHand, batch: torch.Tensor) -> list[torch.Tensor]:
     """The loss of each rank; gradients are left in `reference`, averaged in the reduction's dtype."""
+    chunks = batch.chunk(dist.get_world_size())
     losses, sums = [], [torch.zeros_like(p, dtype=cast.reduced) for p in reference.parameters()]
     for rank, chunk in enumerate(chunks):
         low = cast.low(copy.deepcopy(reference))
@@ -88,44 +83,26 @@ def _by_hand(reference: nn.Module, cast: ByHand, chunks: tuple[torch.Tensor, ...
     return losses
 
 
-def train_both(
-    make: Callable[[], nn.Module], prepare: Callable[[nn.Module], object], cast: ByHand, lower: str = "eager"
-) -> float:
+def train_both(make: Callable[[], nn.Module], prepare: Callable[[nn.Module], object], cast: ByHand) -> float:
     """Three steps of both; the largest difference of losses, and of parameters in learning rates."""
-    torch.manual_seed(0)
-    model = make()
-    reference = copy.deepcopy(model)
-    prepare(model)
-    compiled = torch.compile(model, backend="fsdp", options={"lower": lower})
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-    reference_optimizer = torch.optim.SGD(reference.parameters(), lr=LEARNING_RATE)
-    world, rank = dist.get_world_size(), dist.get_rank()
-    worst = 0.0
+    pair = WithOneProcess(make, shard=prepare, optimizer=sgd, twice=False)
+    rank, worst = dist.get_rank(), 0.0
     for step in range(3):
-        (batch,) = batches(1, 4 * world, seed=step)
-        loss = loss_of(compiled(batch.chunk(world)[rank]))
+        (batch,) = batches(1, 4 * dist.get_world_size(), seed=step)
+        loss = loss_of(pair.call(share(batch)))
         loss.backward()
-        reference_loss = _by_hand(reference, cast, batch.chunk(world))[rank]
-        worst = max(worst, abs(loss.item() - reference_loss.item()))
-        for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-            assert isinstance(mine.grad, DTensor)
-            assert theirs.grad is not None
+        worst = max(worst, abs(loss.item() - _by_hand(pair.reference, cast, batch)[rank].item()))
+        for mine, theirs in zip(pair.model.parameters(), pair.reference.parameters(), strict=True):
             assert mine.grad.dtype == mine.dtype == torch.float32, "accumulated in the parameter's dtype"
             worst = max(worst, (mine.grad.full_tensor() - theirs.grad).abs().max().item())
-        for each in (optimizer, reference_optimizer):
-            each.step()
-            each.zero_grad()
+        pair.update()
     return worst
-
-
-def _prepared(make: Callable[[], nn.Module], policy: AnyPrecisionPolicy, cast: ByHand) -> float:
-    return train_both(make, lambda model: fully_shard(model, mp_policy=policy), cast)
 
 
 FOLLOWS = torch.float32 if HAS_GRAD_DTYPES else BF16
 """The dtype of reductions where a policy has none: from torch 2.15 on that in which parameters are stored."""
 CASES: dict[str, tuple[Callable[[], nn.Module], AnyPrecisionPolicy, ByHand]] = {
-    "policy": (Slim, MixedPrecisionPolicy(BF16, torch.float32), ByHand(_all, BF16, torch.float32)),
+    "policy": (Slim, MIXED, ByHand(_all, BF16, torch.float32)),
     "reduce-dtype-follows": (Slim, MixedPrecisionPolicy(BF16), ByHand(_all, BF16, FOLLOWS)),
     "no-cast-of-inputs": (Slim, MixedPrecisionPolicy(None, BF16), ByHand(lambda m: m, torch.float32, BF16)),
     "batch-norm-kept": (
@@ -141,17 +118,14 @@ CASES: dict[str, tuple[Callable[[], nn.Module], AnyPrecisionPolicy, ByHand]] = {
 }
 
 
-def _case(name: str) -> float:
-    make, policy, cast = CASES[name]
-    return _prepared(make, policy, cast)
-
-
 @pytest.mark.core
 @long.parametrize("name", CASES, always=["reduce-dtype-follows", "fsdp1"])
+@on_ranks()
 def test_equals_casts_by_hand(name: str) -> None:
+    make, policy, cast = CASES[name]
     # AOTAutograd's batch norm rounds otherwise than eager's, by float32's eps; bfloat16 around it makes 2^-8 of that.
-    bound = 4e-3 if CASES[name][0] is Normed else 0.0
-    assert max(run_ranks(_case, name)) <= bound
+    bound = 4e-3 if make is Normed else 0.0
+    assert train_both(make, lambda model: fully_shard(model, mp_policy=policy), cast) <= bound
 
 
 @on_ranks()
@@ -159,7 +133,7 @@ def test_each_unit_has_its_own_dtypes() -> None:
     def prepare(model: nn.Module) -> None:
         for block, policy in zip(model.blocks, (MixedPrecisionPolicy(), MixedPrecisionPolicy(BF16)), strict=True):  # type: ignore[arg-type]
             fully_shard(block, mp_policy=policy)
-        fully_shard(model, mp_policy=MixedPrecisionPolicy(BF16, torch.float32))
+        fully_shard(model, mp_policy=MIXED)
 
     def low(model: nn.Module) -> nn.Module:
         model.to(BF16)
@@ -173,30 +147,24 @@ def test_each_unit_has_its_own_dtypes() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.head(self.blocks[1](self.blocks[0](x.float())))
 
-    worst = train_both(lambda: Widened(2), prepare, ByHand(low, BF16, torch.float32))
-    assert worst < 2e-3
+    assert train_both(lambda: Widened(2), prepare, ByHand(low, BF16, torch.float32)) < 2e-3
 
 
 @on_ranks()
 def test_full_precision_in_eval() -> None:
-    torch.manual_seed(0)
-    model = Normed()
-    reference = copy.deepcopy(model).eval()
-    wanted = {name: value.clone() for name, value in model.named_buffers()}
     policy = MixedPrecision(BF16, torch.float32, buffer_dtype=BF16, full_precision_in_eval=True)
+    model, reference = made(Normed), made(Normed).eval()
     fully_shard(model, mp_policy=policy)
-    compiled: Any = torch.compile(model, backend="fsdp", options={"lower": "eager"})
+    compiled = compile_eagerly(model)
     (batch,) = batches(1, 4)
     assert compiled.eval()(batch).dtype is torch.float32
     torch.testing.assert_close(compiled(batch), reference(batch), rtol=1e-6, atol=1e-6)
     assert model.seen == (torch.float32, torch.float32)
-    for name, value in wanted.items():
+    for name, value in made(Normed).named_buffers():
         assert torch.equal(model.state_dict()[name], value), "not rounded on the way"
     loss_of(compiled(batch)).backward()  # gradients in eval mode are those of full precision, too
     loss_of(reference(batch)).backward()
-    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        assert isinstance(mine.grad, DTensor)
-        torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, rtol=1e-4, atol=1e-7)
+    compare_gradients(model, reference, (1e-4, 1e-7))
     assert compiled.train()(batch).dtype is BF16
     assert model.seen == (BF16, BF16)
 
@@ -227,37 +195,30 @@ EVALUATED: dict[str, tuple[Callable[[Any], Any], bool]] = {
 def test_gradients_accumulate_in_eval_mode_as_in_training(name: str) -> None:
     """Updates under `no_sync`, and whether a gradient is in a parameter's `.grad` there, of training in eval mode."""
     evaluate, in_backward = EVALUATED[name]
-    rank, world = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(0)
-    model: Any = _Half()
-    alone: Any = copy.deepcopy(model)
     # Only reductions are in another dtype in eval mode.
     policy = MixedPrecision(reduce_dtype=torch.float64, full_precision_in_eval=True)
-    fully_shard([model.a, model.b], mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
-    evaluate(model)
-    run = torch.compile(model, backend="fsdp", options={"lower": "eager"})
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, alone)]
+
+    def shard(model: Any) -> None:
+        fully_shard([model.a, model.b], mp_policy=policy)
+        fully_shard(model, mp_policy=policy)
+        evaluate(model)
+
+    pair = WithOneProcess(_Half, shard=shard, optimizer=sgd, shape=WIDTH, rows=4, twice=False)
+    optimizer = pair.optimizers[0][0]
     if in_backward:
-        step_in_backward(optimizers[0])
+        step_in_backward(optimizer)
     steps: list[str] = []
-    optimizers[0].register_step_pre_hook(lambda *_: steps.append("step"))
-    updates, is_filled = 0, False
-    for step in range(2):
-        for number, batch in enumerate(batches(3, 4 * world, seed=step)):
-            before = len(steps)
-            with no_sync(model) if number < 2 else contextlib.nullcontext():
-                run(batch.chunk(world)[rank]).square().mean().backward()
-            if number < 2:
-                updates += len(steps) - before
-                is_filled |= any(p.grad is not None for p in model.parameters())
-            alone(batch).square().mean().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
-            torch.testing.assert_close(mine.full_tensor(), theirs, rtol=1e-4, atol=1e-6)
-    assert (updates, is_filled) == (0, False)
+    optimizer.register_step_pre_hook(lambda *_: steps.append("step"))
+    for _ in range(2):
+        before = len(steps)
+        with no_sync(pair.model):
+            for _ in range(2):
+                pair.backward()
+        assert len(steps) == before
+        assert all(p.grad is None for p in pair.model.parameters())
+        pair.backward()
+        pair.update()
+        compare_parameters(pair.model, pair.reference, (1e-4, 1e-6))
 
 
 @on_ranks()
@@ -267,7 +228,7 @@ def test_a_hook_compresses_no_sums_of_microbatches_in_eval_mode() -> None:
     fully_shard(model, mp_policy=MixedPrecision(reduce_dtype=torch.float32, full_precision_in_eval=True))
     register_comm_hook(model, bf16_compress_hook)
     model.eval()
-    run: Any = torch.compile(model, backend="fsdp", options={"lower": "eager"})
+    run = compile_eagerly(model)
     for value in (257.0, 257.0, 257.0):
         with no_sync(model):
             run(torch.full((1, 1), value)).sum().backward()
@@ -276,31 +237,23 @@ def test_a_hook_compresses_no_sums_of_microbatches_in_eval_mode() -> None:
     assert model.weight.grad.full_tensor().flatten().tolist() == [772.0] * 4
 
 
-def _low_in_eval() -> torch.dtype:
-    model = fully_shard(Stack(1), mp_policy=MixedPrecision(BF16))
-    compiled: Any = torch.compile(model, backend="fsdp", options={"lower": "eager"})
-    return compiled.eval()(torch.ones(2, WIDTH)).dtype
-
-
+@on_ranks(world_size=1)
 def test_eval_is_mixed_unless_asked() -> None:
-    assert run_ranks(_low_in_eval, world_size=1) == [BF16]
+    compiled = compile_eagerly(fully_shard(Stack(1), mp_policy=MixedPrecision(BF16)))
+    assert compiled.eval()(torch.ones(2, WIDTH)).dtype is BF16
 
 
 @on_ranks()
 def test_low_precision_gradients_are_kept_if_asked() -> None:
-    torch.manual_seed(0)
-    model = Slim(1)
-    full = copy.deepcopy(model)
-    fully_shard(model, mp_policy=MixedPrecision(BF16, torch.float32, keep_low_precision_grads=True))
-    fully_shard(full, mp_policy=MixedPrecision(BF16, torch.float32))
+    policies = (MixedPrecision(BF16, torch.float32, keep_low_precision_grads=keeps) for keeps in (True, False))
+    model, full = (fully_shard(made(lambda: Slim(1)), mp_policy=policy) for policy in policies)
     sums: dict[nn.Parameter, torch.Tensor] = {}
     for batch in batches(2, 4):
         for each in (model, full):
-            loss_of(torch.compile(each, backend="fsdp", options={"lower": "eager"})(batch)).backward()
+            loss_of(compile_eagerly(each)(batch)).backward()
         for mine, theirs in zip(model.parameters(), full.parameters(), strict=True):
-            assert isinstance(theirs.grad, DTensor)
-            assert theirs.grad.dtype is torch.float32
-            new = theirs.grad.to_local()
+            new = local(theirs.grad)
+            assert new.dtype is torch.float32
             sums[mine] = (sums[mine].float() + new if mine in sums else new).to(BF16)
         full.zero_grad()
     for mine in model.parameters():

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +10,8 @@ import torch.distributed._functional_collectives as funcol
 from torch import nn
 
 from fsdp_compile import fully_shard
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
+from tests.two_sides import compare_gradients, compile_eagerly, made
 
 WIDTH, ROWS = 256, 16
 
@@ -103,51 +102,35 @@ class _Together(_SideOutput):
         return (h - mean) * (1 + largest)
 
 
-class _Saved:
-    """Counts what is saved for backward in the shape of a weight."""
-
-    def __init__(self) -> None:
-        self.weights = 0
-
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.weights += set(tensor.shape) == {WIDTH - 1, WIDTH}
-        return tensor
-
-
-def _train(model: Any, inputs: torch.Tensor, units: list[nn.Module]) -> list[str]:
-    """Names of parameters whose gradients are not those of one process."""
-    torch.compiler.reset()
-    reference = copy.deepcopy(model)
-    reference.alone = True
-    for unit in (*units, model):
-        fully_shard(unit, reshard_after_forward=True)
-    compiled = torch.compile(model, backend="fsdp", options={"lower": "eager", "bucket_mb": 0})
-    saved = _Saved()
-    for called in (compiled, reference):
-        with torch.autograd.graph.saved_tensors_hooks(saved.pack if called is compiled else _same, _same):
-            outputs = called(inputs)
-        sum((y + 0.3).square().mean() for y in outputs).backward()
-    pairs = zip(model.named_parameters(), reference.parameters(), strict=True)
-    wrong = [name for (name, p), q in pairs if not torch.allclose(p.grad.full_tensor(), q.grad, rtol=1e-3, atol=1e-7)]
-    return wrong + ["saves a weight"] * saved.weights
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
-def _of_all(kinds: Sequence[type[_Own]]) -> list[list[str]]:
-    found = []
+def _check(kinds: Sequence[type[_Own]]) -> None:
+    """Gradients are those of one process, and no weight is saved for backward."""
     for kind in kinds:
-        torch.manual_seed(0)
-        model = kind()
-        found.append(_train(model, torch.randn(ROWS, WIDTH), model.units()))
-    return found
+        torch.compiler.reset()
+        reference, model = made(kind), made(kind)
+        reference.alone = True
+        inputs = torch.randn(ROWS, WIDTH)
+        for unit in (*model.units(), model):
+            fully_shard(unit, reshard_after_forward=True)
+        compiled = compile_eagerly(model, bucket_mb=0)
+        saved: list[torch.Size] = []
+
+        def pack(tensor: torch.Tensor, saved: list[torch.Size] = saved) -> torch.Tensor:
+            saved.append(tensor.shape)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            outputs = compiled(inputs)
+        for each in (outputs, reference(inputs)):
+            sum((y + 0.3).square().mean() for y in each).backward()
+        compare_gradients(model, reference, (1e-3, 1e-7))
+        assert not any(set(shape) == {WIDTH - 1, WIDTH} for shape in saved)
 
 
+@on_ranks()
 def test_collectives_of_this_package_keep_their_order_around_the_programs() -> None:
-    assert run_ranks(_of_all, (_SideOutput, _Probe, _Together), world_size=2) == [[[]] * 3] * 2
+    _check((_SideOutput, _Probe, _Together))
 
 
+@on_ranks()
 def test_a_collective_of_a_weight_alone_runs_once_and_what_follows_from_it_is_not_saved() -> None:
-    assert run_ranks(_of_all, (_NormOfWeight, _GatheredWeight), world_size=2) == [[[], []]] * 2
+    _check((_NormOfWeight, _GatheredWeight))

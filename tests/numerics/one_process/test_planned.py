@@ -12,17 +12,22 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.distributed.fsdp import fully_shard as fsdp2
 
-from fsdp_compile import BudgetTooSmallError, ConfigError, backend, fully_shard
+from benchmarks.network.emulated import Network, emulated_world
+from benchmarks.network.wire import Link
+from benchmarks.peak import measured_peak_bytes
+from fsdp_compile import BudgetTooSmallError, ConfigError, backend, explain, fully_shard, units
+from fsdp_compile.cost.communicate import Kind
 from fsdp_compile.cost.fusion import Fusion
 from fsdp_compile.cost.hardware import Quantity, hardware
 from fsdp_compile.cost.memory import Holder
-from fsdp_compile.explain.api import explain
 from fsdp_compile.explain.plan import Plan
 from fsdp_compile.ir.graph import Phase, StepGraph
+from fsdp_compile.layout.spec import GradPlacement
 from fsdp_compile.lower.region import Region
 from fsdp_compile.passes.delay_weight_gradients import DelayPlan, DelayWeightGradients
 from fsdp_compile.passes.schedule_auto import ScheduleAuto
@@ -30,29 +35,21 @@ from fsdp_compile.passes.settings import FUSION
 from tests import long
 from tests.cost.graphs import Sketch
 from tests.fake_world import fake_world
-from tests.models.kinds import KINDS
+from tests.models.kinds import KINDS, Slim
 from tests.models.round_sizes import WIDTH, Stack, on_meta
-from tests.numerics.one_process.measure import Differences, train_pair
-from tests.numerics.one_process.test_model_kinds import assert_equal_training
-from tests.ranks import run_ranks
+from tests.numerics.one_process.measure import batches, train_pair
+from tests.ranks import on_ranks
+from tests.two_sides import MIXED, WithFsdp2, mesh_of, sgd, share
 
 SLOW = hardware("cpu", 0.01)
-MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
-def _kind(name: str, **options: Any) -> Differences:
-    return train_pair(KINDS[name], clip=0.5, options={"prefetch": "auto", **options})
-
-
-@pytest.mark.core
-@long.parametrize("name", ["stack", "odd-shapes", "tied", "repeated"], always=["tied"])
-def test_kind(name: str) -> None:
-    assert_equal_training(run_ranks(_kind, name, world_size=2))
 
 
 @pytest.mark.long
-def test_a_slow_link_splits_units_at_the_edges() -> None:
-    assert_equal_training(run_ranks(_kind, "stack", hardware=SLOW, world_size=4))
+@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=["full", "hybrid"])
+@on_ranks(world_size=4)
+def test_a_slow_link_splits_units_at_the_edges(shape: tuple[int, ...]) -> None:
+    prepare = functools.partial(fully_shard, mesh=mesh_of(shape))
+    train_pair(KINDS["stack"], prepare=prepare, options={"prefetch": "auto", "hardware": SLOW})
 
 
 def _wide_first() -> nn.Module:
@@ -65,7 +62,8 @@ def _each_layer(model: nn.Module) -> None:
     fully_shard(model)
 
 
-def _delayed(make: Callable[[], nn.Module] = _wide_first) -> tuple[Differences, list[int]]:
+def _delayed(make: Callable[[], nn.Module]) -> int:
+    """Trains where products are as slow as the link; how many gradients of weights are delayed at most."""
     slow = dataclasses.replace(SLOW.device, matmul={torch.float32: Quantity(3e7, "FLOP/s", "as slow as the link")})
     moved: list[int] = []
     plan = DelayWeightGradients.plan
@@ -77,17 +75,14 @@ def _delayed(make: Callable[[], nn.Module] = _wide_first) -> tuple[Differences, 
         return found
 
     with mock.patch.object(DelayWeightGradients, "plan", recorded):
-        options = {"hardware": dataclasses.replace(SLOW, device=slow)}
-        found = train_pair(make, prepare=_each_layer, options=options)
-    return found, moved
+        train_pair(make, prepare=_each_layer, options={"hardware": dataclasses.replace(SLOW, device=slow)})
+    return max(moved)
 
 
 @pytest.mark.core
+@on_ranks()
 def test_weight_gradients_that_are_really_delayed_are_those_of_one_process() -> None:
-    ranks = run_ranks(_delayed, world_size=2)
-    assert_equal_training([found for found, _ in ranks])
-    assert ranks[0][1] == ranks[1][1]
-    assert max(ranks[0][1]) > 0
+    assert _delayed(_wide_first) > 0
 
 
 class _Scaled(torch.autograd.Function):
@@ -114,29 +109,13 @@ class _ScaledLinear(nn.Module):
         self.shown = shown
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        scaled: torch.Tensor = _Scaled.apply(x, self.weight, self.scale, self.shown)
-        return scaled
-
-
-def _scaled(shown: str) -> nn.Module:
-    return nn.Sequential(_ScaledLinear(32, 512, shown), nn.Tanh(), _ScaledLinear(512, 16, shown))
+        return _Scaled.apply(x, self.weight, self.scale, self.shown)
 
 
 @long.parametrize("shown", ["itself", "view"], always=["view"])
+@on_ranks()
 def test_weight_gradients_of_a_scale_that_backward_writes_are_not_delayed_past_the_write(shown: str) -> None:
-    assert_equal_training([found for found, _ in run_ranks(_delayed, functools.partial(_scaled, shown), world_size=2)])
-
-
-def _replicas() -> Differences:
-    def prepare(model: nn.Module) -> None:
-        fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
-
-    return train_pair(KINDS["stack"], prepare=prepare, options={"prefetch": "auto", "hardware": SLOW})
-
-
-@pytest.mark.long
-def test_hybrid_sharding() -> None:
-    assert_equal_training(run_ranks(_replicas, world_size=4))
+    _delayed(lambda: nn.Sequential(_ScaledLinear(32, 512, shown), nn.Tanh(), _ScaledLinear(512, 16, shown)))
 
 
 def _plan(gb_per_s: float, **options: Any) -> Plan:
@@ -272,3 +251,91 @@ def test_options_that_a_fixed_distance_would_ignore_are_refused() -> None:
             explain(model, x, world_size=8, options={"prefetch": 1, option: value})
     with pytest.raises(ConfigError, match="memory_budget_gb"):
         explain(model, x, world_size=8, options={"prefetch": "auto", "memory_budget_gb": 0})
+
+
+# Budgets and `reshard_after_forward="auto"` while gradients are accumulated.
+
+
+def _shard(model: Any, fully_shard: Any = fsdp2, **options: Any) -> None:
+    for part in (*model.blocks, model):
+        fully_shard(part, **options)
+        part.set_force_sum_reduction_for_comms(True)  # gloo cannot divide for FSDP2
+
+
+@on_ranks()
+def test_microbatches_keep_units_for_backward_alone_and_give_the_bits_of_fsdp2() -> None:
+    """Units that backward gathers again; two steps of three microbatches have FSDP2's bits."""
+    pair = WithFsdp2(
+        lambda: Slim(2),
+        _shard,
+        lambda step: share(batches(1, 4 * dist.get_world_size(), seed=step)[0]),
+        ours=lambda model: _shard(model, fully_shard, reshard_after_forward="auto"),
+        optimizer=sgd,
+    )
+    call = pair.compiled(fullgraph=False, hardware=SLOW, memory_budget_gb=1.0)
+    saved: list[int] = []
+    for step in range(2):
+        for number in range(3):
+            pair.change(lambda model: model.set_requires_gradient_sync(number == 2))  # noqa: B023  runs at once
+            pair.backward()
+            if step == 0:
+                saved.append(len(_gathered_in_backward(call)))
+        pair.compare_gradients()
+        pair.update()
+        pair.compare_parameters()
+    assert max(saved) == 0, "all that backward reads was saved by forward"
+
+
+def _gathered_in_backward(model: nn.Module) -> list[str]:
+    return [c.unit for graph in explain(model).backward for c in graph.collectives if c.kind is Kind.GATHER]
+
+
+def _accumulated_bytes(model: nn.Module) -> int:
+    """Bytes of full gradients between microbatches."""
+    groups = [group for unit in units(model) for group in unit.groups if group.pending]
+    return sum(g.pending.numel(GradPlacement.UNREDUCED) * g.pending.dtype().itemsize for g in groups)
+
+
+def _resharded(budget_bytes: int) -> Any:
+    options: dict[str, Any] = {"lower": "eager", "hardware": SLOW, "activations": "saved"}
+    options["memory_budget_gb"] = budget_bytes / 1e9
+    return torch.compile(fully_shard(Stack(6)), backend="fsdp", options=options)
+
+
+def _least_budget(x: torch.Tensor) -> int:
+    """The smallest budget, to a byte, that compiles for a microbatch that is not reduced."""
+    budget_bytes = 1_000_000
+    while True:
+        torch.compiler.reset()
+        compiled = _resharded(budget_bytes)
+        compiled.set_requires_gradient_sync(False)
+        try:
+            compiled(x).sum().backward()
+        except (BackendCompilerFailed, BudgetTooSmallError) as error:
+            cause = error.inner_exception if isinstance(error, BackendCompilerFailed) else error
+            assert isinstance(cause, BudgetTooSmallError)
+            assert cause.least_bytes > budget_bytes
+            budget_bytes = cause.least_bytes
+        else:
+            return budget_bytes
+
+
+def test_a_budget_holds_gradients_of_earlier_microbatches() -> None:
+    with emulated_world(2, Network(Link(bytes_per_s=1e15))):
+        x = torch.randn(64, WIDTH)
+        budget_bytes = _least_budget(x)
+        torch.compiler.reset()
+        compiled = _resharded(budget_bytes)
+        compiled.set_requires_gradient_sync(False)
+
+        def run() -> None:
+            compiled(x).sum().backward()
+
+        run()  # compiles
+        peaks = []
+        for _ in range(2):
+            gradient_bytes = _accumulated_bytes(compiled)
+            peaks.append(measured_peak_bytes(compiled, x, run, "cpu") + gradient_bytes)
+    assert gradient_bytes == 6 * 4 * (WIDTH * WIDTH + 2 * WIDTH)
+    assert max(peaks) <= budget_bytes
+    assert max(peaks) > 0.9 * budget_bytes, "no more is asked for than is needed"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -21,10 +21,10 @@ from fsdp_compile.cost.hardware import hardware
 from fsdp_compile.errors import BudgetTooSmallError, ConfigError
 from fsdp_compile.explain.plan import Plan
 from tests import long
-from tests.ranks import on_ranks, run_ranks
+from tests.ranks import on_ranks
+from tests.two_sides import MIXED, compile_eagerly, local, made, mesh_of
 
 WIDTH = 16
-Prepare = Callable[["Words"], object]
 
 
 class Words(nn.Module):
@@ -50,101 +50,73 @@ class Case:
 
     Attributes:
         settings: Of `Words`.
-        prepare: Shards the model; `None` leaves that to the backend.
+        units: Names of modules that are a unit, before the rest; `None` leaves that to the automatic split.
+        arguments: Of `fully_shard`; without them and `units` it is left to the backend.
         passes: Backward passes per step; all but the last hold their gradients.
-        lower: As in `FSDPOptions`.
+        in_backward: Whether the optimizer steps there.
+        frozen: Whether the table is.
         dtype: Of the ids.
-        options: Others of the compile.
+        options: Of the compile.
     """
 
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
-    prepare: Prepare | None = None
+    units: tuple[str, ...] | None = None
+    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
     passes: int = 1
-    lower: str = "eager"
+    in_backward: bool = False
+    frozen: bool = False
     dtype: torch.dtype = torch.int64
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
-
-def _mixed(model: Words) -> None:
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    fsdp_compile.fully_shard(model, mp_policy=policy)
-
-
-def _halves(model: Words) -> None:
-    policy = MixedPrecisionPolicy(reduce_dtype=torch.float16)
-    fsdp_compile.fully_shard(model, mp_policy=policy)
-
-
-def _kept(model: Words) -> None:
-    fsdp_compile.fully_shard(model, reshard_after_forward=False)
+    def made(self) -> Words:
+        """The model, sharded."""
+        model: Words = made(lambda: Words(**self.settings))
+        model.table.requires_grad_(not self.frozen)
+        arguments = {name: value() if name == "mesh" else value for name, value in self.arguments.items()}
+        for name in self.units or ():
+            fsdp_compile.fully_shard(model.get_submodule(name), **arguments)
+        if self.units is not None or arguments or self.in_backward:
+            fsdp_compile.fully_shard(model, **arguments)
+        return model
 
 
-def _one_unit(model: Words) -> None:
-    fsdp_compile.fully_shard(model.head)
-    fsdp_compile.fully_shard(model)
-
-
-def _by_hand(model: Words) -> None:
-    """FSDP2's usual layout: table and head are the root's, and the head's gradient is reduced long before the rows."""
-    fsdp_compile.fully_shard(model.layer)
-    fsdp_compile.fully_shard(model)
-
-
-def _by_hand_in_backward(model: Words) -> None:
-    _by_hand(model)
-    fsdp_compile.step_in_backward(torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-def _replicated(model: Words) -> None:
-    fsdp_compile.fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
-
-
-def _in_backward(model: Words) -> None:
-    fsdp_compile.fully_shard(model)
-    fsdp_compile.step_in_backward(torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-def _frozen(model: Words) -> None:
-    model.table.requires_grad_(requires_grad=False)
-
-
+KEPT = {"reshard_after_forward": False}
+INDUCTOR = {"lower": "inductor"}
+# FSDP2's usual layout: table and head are the root's, and the head's gradient is reduced long before the rows.
+BY_HAND = ("layer",)
 CASES = {
     "plain": Case(),
-    "compiled": Case(lower="inductor"),
+    "compiled": Case(options=INDUCTOR),
     "padding": Case({"padding_idx": -2}),
     "by-frequency": Case({"scale_grad_by_freq": True}),
     "fewer-rows-than-ranks": Case({"rows": 1}),
     "narrow-ids": Case(dtype=torch.int32),
-    "bf16": Case(prepare=_mixed),
-    "fp16-reduced": Case(prepare=_halves),
-    "kept": Case(prepare=_kept),
-    "one-unit": Case(prepare=_one_unit),
-    "in-backward": Case(prepare=_in_backward),
-    "frozen": Case(prepare=_frozen),
+    "bf16": Case(arguments={"mp_policy": MIXED}),
+    "fp16-reduced": Case(arguments={"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16)}),
+    "kept": Case(arguments=KEPT),
+    "one-unit": Case(units=("head",)),
+    "in-backward": Case(in_backward=True),
+    "frozen": Case(frozen=True),
     "markers": Case(options={"stop_after": "capture"}),
-    "fsdp2-layout": Case(prepare=_one_unit, options={"reduce_layout": "fsdp2"}),
-    "by-hand": Case(prepare=_by_hand, options={"prefetch": 1}),
-    "by-hand-fsdp1": Case(prepare=_by_hand, options={"prefetch": "BACKWARD_POST"}),
-    "by-hand-compiled": Case(prepare=_by_hand, lower="inductor", options={"prefetch": 2}),
-    "by-hand-in-backward": Case(prepare=_by_hand_in_backward, options={"prefetch": 1}),
-    "accumulated": Case(prepare=_kept, passes=2),
+    "fsdp2-layout": Case(units=("head",), options={"reduce_layout": "fsdp2"}),
+    "by-hand": Case(units=BY_HAND, options={"prefetch": 1}),
+    "by-hand-fsdp1": Case(units=BY_HAND, options={"prefetch": "BACKWARD_POST"}),
+    "by-hand-compiled": Case(units=BY_HAND, options={**INDUCTOR, "prefetch": 2}),
+    "by-hand-in-backward": Case(units=BY_HAND, in_backward=True, options={"prefetch": 1}),
+    "accumulated": Case(arguments=KEPT, passes=2),
 }
-
-
-def _local(value: Any) -> torch.Tensor:
-    return value.detach().to_local().clone()
 
 
 def _trained(case: Case, embedding: str) -> list[torch.Tensor]:
     """Losses, gradients and parameters of three steps; ranks have batches of different sizes."""
     torch.compiler.reset()
-    torch.manual_seed(0)
-    model = Words(**case.settings)
-    if case.prepare is not None:
-        case.prepare(model)
-    options: Any = {"embedding": embedding, "lower": case.lower, **case.options}
-    compiled = torch.compile(model, backend="fsdp", options=options, dynamic=False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model: Any = case.made()
+    compiled = compile_eagerly(model, dynamic=False, embedding=embedding, **case.options)
+    optimizer: torch.optim.Optimizer
+    if case.in_backward:
+        optimizer = fsdp_compile.step_in_backward(torch.optim.SGD(model.parameters(), lr=0.1))
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     found: list[torch.Tensor] = []
     for step in range(3):
         torch.manual_seed(10 * step + dist.get_rank())
@@ -155,11 +127,10 @@ def _trained(case: Case, embedding: str) -> list[torch.Tensor]:
                 loss = compiled(ids).float().square().mean()
                 loss.backward()
             found.append(loss.detach())
-        found += [_local(p.grad) for p in model.parameters() if p.grad is not None]
-        if case.prepare not in (_in_backward, _by_hand_in_backward):
-            optimizer.step()
-            optimizer.zero_grad()
-        found += [_local(p) for p in model.parameters()]
+        found += [local(p.grad).clone() for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [local(p.detach()).clone() for p in model.parameters()]
     return found
 
 
@@ -177,61 +148,52 @@ def test_two_ranks_train_to_the_bits_of_gathered_tables(name: str) -> None:
 @on_ranks()
 def test_budgets_change_no_bit_where_the_root_has_the_table() -> None:
     """Whether the least budget that an error names, and a larger one, change no bit."""
-    too_small = Case(prepare=_by_hand, options={"memory_budget_gb": 1e-9})
+    too_small = Case(units=BY_HAND, options={"memory_budget_gb": 1e-9})
     with pytest.raises(Exception, match="do not hold") as caught:
         _trained(too_small, "sharded")
     error: BaseException | None = caught.value
     while not isinstance(error, BudgetTooSmallError):
         assert error is not None
         error = error.__cause__ or error.__context__
-    wanted = _trained(Case(prepare=_by_hand), "gathered")
+    wanted = _trained(Case(units=BY_HAND), "gathered")
     budgets = [error.least_bytes * times / 1e9 for times in (1.001, 1.3)]
-    cases = [Case(prepare=_by_hand, options={"memory_budget_gb": budget}) for budget in budgets]
+    cases = [Case(units=BY_HAND, options={"memory_budget_gb": budget}) for budget in budgets]
     assert [all(map(torch.equal, wanted, _trained(case, "sharded"))) for case in cases] == [True, True]
-
-
-def _largest_difference(case: Case) -> float:
-    pairs = zip(_trained(case, "gathered"), _trained(case, "sharded"), strict=True)
-    return max(float((one - other).abs().max()) for one, other in pairs if one.numel())
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("case", "ranks"),
-    [(Case({"twice": True}), 2), (Case(), 3), (Case(prepare=_replicated), 4)],
+    [(Case({"twice": True}), 2), (Case(), 3), (Case(arguments={"mesh": functools.partial(mesh_of, (2, 2))}), 4)],
     ids=["two-lookups", "three-ranks", "replicas"],
 )
+@on_ranks(world_size=lambda ranks, **_: ranks)
 def test_where_sums_are_made_in_another_order_numbers_agree_to_rounding(case: Case, ranks: int) -> None:
-    assert max(run_ranks(_largest_difference, case, world_size=ranks)) < 1e-5
-
-
-def _evaluated() -> bool:
-    torch.manual_seed(0)
-    model = Words().eval()
-    ids = torch.arange(12).view(3, 4)
-    wanted = model(ids)
-    compiled = torch.compile(model, backend="fsdp", options={"embedding": "sharded", "lower": "eager"})
-    with torch.no_grad():
-        return torch.equal(compiled(ids), wanted)
+    pairs = zip(_trained(case, "gathered"), _trained(case, "sharded"), strict=True)
+    assert max(float((one - other).abs().max()) for one, other in pairs if one.numel()) < 1e-5
 
 
 @pytest.mark.long
+@on_ranks()
 def test_a_forward_without_gradients_looks_up_as_well() -> None:
-    assert run_ranks(_evaluated) == [True, True]
+    model = made(Words).eval()
+    ids = torch.arange(12).view(3, 4)
+    wanted = model(ids)
+    compiled = compile_eagerly(model, embedding="sharded")
+    with torch.no_grad():
+        assert torch.equal(compiled(ids), wanted)
 
 
-def _bad_ids() -> str:
-    compiled = torch.compile(Words(), backend="fsdp", options={"embedding": "sharded", "lower": "eager"})
-    ids = torch.tensor([0, 37 if dist.get_rank() == 1 else 36])
-    with pytest.raises(IndexError) as caught:
-        compiled(ids)
-    return str(caught.value)
-
-
+@on_ranks()
 def test_bad_ids_of_one_rank_stop_every_rank() -> None:
-    first, second = run_ranks(_bad_ids)
-    assert first.startswith("rank 1 looks up ids that are out of range in an embedding of 37 rows")
-    assert second.startswith("ids from 0 to 37 are looked up in an embedding of 37 rows")
+    is_bad = dist.get_rank() == 1
+    says = (
+        "^ids from 0 to 37 are looked up in an embedding of 37 rows"
+        if is_bad
+        else "^rank 1 looks up ids that are out of range in an embedding of 37 rows"
+    )
+    with pytest.raises(IndexError, match=says):
+        compile_eagerly(Words(), embedding="sharded")(torch.tensor([0, 37 if is_bad else 36]))
 
 
 def _plan(model: nn.Module, **options: Any) -> Plan:

@@ -17,8 +17,18 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from fsdp_compile import ConfigError, fully_shard, no_sync, step_in_backward
 from tests import long
-from tests.ranks import on_ranks, run_ranks
-from tests.two_sides import Loss, Run, WithOneProcess, close, compare_gradients, compile_eagerly, loss_of, whole
+from tests.ranks import on_ranks
+from tests.two_sides import (
+    Loss,
+    Run,
+    WithOneProcess,
+    close,
+    compare_gradients,
+    compile_eagerly,
+    loss_of,
+    mesh_of,
+    whole,
+)
 
 Outputs = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -117,31 +127,28 @@ def test_accumulated_gradients_of_an_output_count_when_it_is_used_no_more(first:
         pair.zero_grad()
 
 
-def _updated_in_backward(used: int, *, unused_is_plain: bool) -> None:
-    """Units are updated one after the other, and ranks compare before the first of these updates alone."""
-    pair = _heads(Run.SHARDED, shard=_each_head)
-    unused = pair.model.left if used else pair.model.right
-    own = list(unused.parameters()) if unused_is_plain else []
-    _update_in_backward(pair, own)
-    for loss in (BOTH, *[_of(slice(used, used + 1))] * 2):
-        pair.backward(loss=loss)
-        pair.update()
-        pair.compare_parameters()
-
-
-def _update_in_backward(pair: WithOneProcess, but: list[nn.Parameter]) -> None:
-    """All but some, which are updated after it."""
+def _update_in_backward(pair: WithOneProcess, but: list[nn.Parameter], *losses: Loss) -> None:
+    """All but some, which are updated after it; then a step of each loss."""
     names = {id(p) for p in but}
     mine = step_in_backward(_decayed([p for p in pair.model.parameters() if id(p) not in names]))
     pair.optimizers = [(mine, _decayed(list(pair.reference.parameters())))]
     if but:
         pair.optimizers.append((_decayed(but),))
+    for loss in losses:
+        pair.backward(loss=loss)
+        pair.update()
+        pair.compare_parameters()
 
 
 @long.parametrize("unused_is_plain", [False, True], always=[False])
 @long.parametrize("used", [0, 1], always=[0])
+@on_ranks()
 def test_updates_in_backward_leave_it_alone(used: int, unused_is_plain: bool) -> None:  # noqa: FBT001
-    run_ranks(_updated_in_backward, used, unused_is_plain=unused_is_plain)
+    """Units are updated one after the other, and ranks compare before the first of these updates alone."""
+    pair = _heads(Run.SHARDED, shard=_each_head)
+    unused = pair.model.left if used else pair.model.right
+    own = list(unused.parameters()) if unused_is_plain else []
+    _update_in_backward(pair, own, BOTH, *[_of(slice(used, used + 1))] * 2)
 
 
 @on_ranks()
@@ -173,26 +180,7 @@ class ThreeHeads(Heads):
 @on_ranks()
 def test_one_that_is_updated_in_backward_beside_one_that_is_not(used: int) -> None:
     pair = _heads(Run.SHARDED, ThreeHeads, shard=_each_head)
-    _update_in_backward(pair, list(pair.model.right.parameters()))
-    for loss in (_of(slice(0, 3)), *[_of(slice(used, used + 1))] * 3):
-        pair.backward(loss=loss)
-        pair.update()
-        pair.compare_parameters()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("used", [0, 1])
-@on_ranks(world_size=4)
-def test_units_on_two_meshes(used: int) -> None:
-    def shard(model: Any) -> None:
-        fully_shard(model.right, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "fsdp")))
-        everyone = init_device_mesh("cpu", (4,))
-        fully_shard(model.left, mesh=everyone)
-        fully_shard(model, mesh=everyone)
-
-    pair = _heads(Run.SHARDED, shard=shard)
-    pair.backward(loss=_of(slice(used, used + 1)))
-    pair.compare_gradients()
+    _update_in_backward(pair, list(pair.model.right.parameters()), _of(slice(0, 3)), *[_of(slice(used, used + 1))] * 3)
 
 
 @pytest.mark.long
@@ -297,8 +285,7 @@ def test_ranks_may_return_other_outputs_in_another_order(firsts: tuple[str, str]
 @pytest.mark.long
 @on_ranks()
 def test_replicas_that_accumulate_fewer_microbatches_than_others() -> None:
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "fsdp"))
-    pair = _heads(Run.SHARDED, shard=functools.partial(fully_shard, mesh=mesh))
+    pair = _heads(Run.SHARDED, shard=functools.partial(fully_shard, mesh=mesh_of((2, 1))))
     batch = pair.next_batch()[1]
     with no_sync(pair.model):
         for _ in range(1 + dist.get_rank()):
@@ -333,25 +320,38 @@ def test_a_hook_on_an_input_of_an_unused_output_gets_zeros() -> None:
     assert batch.grad is not None
 
 
-def _one_each(replicas: int) -> None:
+def _on_two_meshes(model: Any) -> None:
+    fully_shard(model.right, mesh=mesh_of((2, 2)))
+    everyone = init_device_mesh("cpu", (4,))
+    fully_shard(model.left, mesh=everyone)
+    fully_shard(model, mesh=everyone)
+
+
+def _hybrid(model: Any) -> None:
+    fully_shard(model, mesh=mesh_of((2, 2)))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("used", [0, 1])
+@on_ranks(world_size=4)
+def test_units_on_two_meshes(used: int) -> None:
+    pair = _heads(Run.SHARDED, shard=_on_two_meshes)
+    pair.backward(loss=_of(slice(used, used + 1)))
+    pair.compare_gradients()
+
+
+@long.parametrize("shard", [None, _hybrid], always=[None])
+@on_ranks(world_size=lambda shard: 4 if shard else 2)
+def test_ranks_that_use_one_output_each_get_the_gradients_of_all(shard: Callable[[Any], None] | None) -> None:
+    """Why a rank whose own loss leaves an output out must not have None: others have gradients for it."""
+    pair = _heads() if shard is None else _heads(Run.SHARDED, shard=shard)
     ranks = dist.get_world_size()
-    pair = _heads()
-    if replicas > 1:
-        mesh = init_device_mesh("cpu", (replicas, ranks // replicas), mesh_dim_names=("dp_replicate", "fsdp"))
-        fully_shard(pair.model, mesh=mesh)
-    uses_right = dist.get_rank() == ranks - 1
     mine, batch = pair.next_batch()
-    loss_of(pair.call(mine)[int(uses_right)]).backward()
+    loss_of(pair.call(mine)[int(dist.get_rank() == ranks - 1)]).backward()
     left, right = pair.reference(batch)
     losses = [loss_of(each) for each in (*left.chunk(ranks)[:-1], right.chunk(ranks)[-1])]
     (torch.stack(losses).sum() / ranks).backward()
     pair.compare_gradients()
-
-
-@pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.long)])
-def test_ranks_that_use_one_output_each_get_the_gradients_of_all(ranks: int, replicas: int) -> None:
-    """Why a rank whose own loss leaves an output out must not have None: others have gradients for it."""
-    run_ranks(_one_each, replicas, world_size=ranks)
 
 
 class _Expert(Heads):
@@ -369,10 +369,10 @@ class _Expert(Heads):
 @on_ranks(world_size=4)
 def test_replicas_of_units_on_other_meshes_agree() -> None:
     """Units that share their replicas, and not their shard group, are not taken for each other."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "fsdp"))
+    mesh = mesh_of((2, 2))
     model = _Expert()
     fully_shard([model.left, model.right], mesh=mesh)
-    fully_shard(model.expert, mesh=mesh["dp_replicate"], sharding_strategy=ShardingStrategy.NO_SHARD)
+    fully_shard(model.expert, mesh=mesh["replicate"], sharding_strategy=ShardingStrategy.NO_SHARD)
     compiled = compile_eagerly(fully_shard(model, mesh=mesh))
     _loss(*compiled(torch.ones(2, 6))[: 1 + dist.get_rank() // 2]).backward()
     assert model.right.weight.grad is not None
