@@ -34,9 +34,8 @@ from fsdp_compile.ir.queries import (
     read_text,
     unsharded_value,
 )
-from fsdp_compile.layout.averaging import scaling
 from fsdp_compile.layout.messages import cast, gradient_rows, narrow, view
-from fsdp_compile.layout.spec import GradPlacement, UnshardSpec, parse
+from fsdp_compile.layout.spec import GradPlacement, UnshardSpec, parse, scaling
 from fsdp_compile.ops.embedding import AVERAGE_ROWS, LOOK_UP, REDUCE_ROWS
 from fsdp_compile.ops.post_forward import SHARD_POST_FORWARD
 from fsdp_compile.passes.emit import add_partial, copy_out, full_node, message_of, reduce_one, shard_post_forward

@@ -16,9 +16,8 @@ from torch import fx
 from fsdp_compile.ir.edit import move, sink, with_needs
 from fsdp_compile.ir.graph import KEY, Phase, Record, Role
 from fsdp_compile.ir.queries import readers
-from fsdp_compile.ops.effects import RESHARD, UPDATE
+from fsdp_compile.ops.effects import POISON, RESHARD, UPDATE
 from fsdp_compile.ops.host_copy import START_COPY, WAIT_COPY
-from fsdp_compile.ops.poison import POISON
 from fsdp_compile.passes.poison import poison_freed_messages
 from tests.cost.graphs import Sketch
 
