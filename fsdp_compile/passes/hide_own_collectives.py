@@ -24,7 +24,7 @@ from fsdp_compile.ir.calls import starts_of
 from fsdp_compile.ir.edit import move
 from fsdp_compile.ir.graph import Phase, Stage, StepGraph
 from fsdp_compile.ir.queries import has_effect, kept_order
-from fsdp_compile.passes.sort_nodes import neighbours, sort_nodes
+from fsdp_compile.passes.follow_order import neighbours, sort_nodes
 
 MARGIN = 2.0
 """As much is computed behind a collective as if it took this much longer than estimated; more only costs memory."""

@@ -88,7 +88,8 @@ class SchedulePrefetch(_Prefetch):
         order, top = step.order(), _top_of(step)
         gathers = list(step.nodes(Role.GATHER))
         first_waits = [_first_wait(gather, order) for gather in gathers]
-        return _planned(step, [*[top] * self.distance, *first_waits][: len(gathers)])
+        anchors = [*[top] * min(self.distance, len(gathers)), *first_waits]
+        return _planned(step, anchors[: len(gathers)])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -252,8 +252,9 @@ class _Reader:
         claims = declared if declares else said.claims
         units, names = [unit for unit, _ in claims], tuple(name for _, name in claims)
         specs = tuple(self._place(unit, name) for unit, name in claims)
-        # Inputs have the same record in both graphs, that of forward.
-        phase, owners = Phase.FORWARD if is_input else self.phase, tuple(units) if len(set(units)) > 1 else ()
+        # Inputs that both graphs may have have the same record in both, that of forward.
+        phase = Phase.FORWARD if is_input and said.role != Role.SAVED_PARAM.value else self.phase
+        owners = tuple(units) if len(set(units)) > 1 else ()
         return Record(Role(said.role), units[0], names, specs, phase, owners)
 
     def _place(self, unit: str, name: str) -> UnshardSpec:
