@@ -194,7 +194,7 @@ def _ddp(kind: type[nn.Module]) -> tuple[nn.Module, optim.Optimizer]:
 
 def _save_ddp(folder: Path) -> dict[str, Any]:
     values = _saved(_ddp, MixedKinds, folder / "dcp")
-    _save_full(folder, values["model"], {key: values[key] for key in ("state", "param_groups")})
+    _save_full(folder, values["model"], {key: values.get(key) for key in ("state", "param_groups")})
     return values
 
 
