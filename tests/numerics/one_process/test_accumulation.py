@@ -134,7 +134,7 @@ def test_no_sync_leaves_gradients_as_they_were() -> None:
 @on_ranks()
 def test_nothing_is_lost_and_nothing_counts_twice() -> None:
     """One model through every odd order of forward, backward and flags; the difference after each."""
-    pair = make_pair(Slim)
+    pair = make_pair(Slim, reshard_after_forward=True)
     found: dict[str, float] = {}
 
     def finish(name: str) -> None:
@@ -191,11 +191,22 @@ def test_nothing_is_lost_and_nothing_counts_twice() -> None:
     assert {name: value for name, value in found.items() if not value < CLOSE} == {}
 
 
+class Branching(OneOfTwo):
+    """In the unit of a head, which each microbatch uses."""
+
+    def __init__(self) -> None:
+        super().__init__(32, 32)
+        self.head = nn.Linear(32, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(super().forward(x))
+
+
 @long.parametrize("held", [True, False], always=[False])
 @on_ranks()
 def test_a_parameter_that_the_last_microbatch_does_not_use_gets_what_was_held(*, held: bool) -> None:
     """And its gradient stays where it was reduced before."""
-    pair = make_pair(lambda: OneOfTwo(32, 32))
+    pair = make_pair(Branching, reshard_after_forward=True)
     (hold if held else WithOneProcess.backward)(pair)
     pair.change(lambda model: setattr(model, "chosen", "second"))
     pair.backward()
