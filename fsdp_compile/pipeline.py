@@ -1,6 +1,6 @@
 """The pipeline: everything that happens to a graph, in order.
 
-Dynamo's graph: one `fsdp_compile.unshard` marker per read of a parameter           modules/classes.py
+Dynamo's graph: one `fsdp_compile.unshard` marker per read of a parameter           fsdp2/module_class.py
 1. capture: AOTAutograd makes the joint graph; its parameter groups are named    capture/flat_inputs.py
 2. partition: autocast's casts before gathers; forward and backward         partition/partition.py
 3. keep: what stays unsharded for backward, if that is left open            partition/auto_reshard.py

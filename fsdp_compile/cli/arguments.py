@@ -81,7 +81,7 @@ def hardware_of(arguments: argparse.Namespace) -> Hardware:
 
     if arguments.hardware is not None:
         return load_hardware(arguments.hardware)
-    link = _LINK if arguments.link is None else arguments.link
+    link = arguments.link or _LINK
     return hardware(arguments.device or _DEVICE, link, ranks_per_host=arguments.ranks_per_host)
 
 

@@ -14,7 +14,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Final
+from typing import Any, Final
 
 import fsdp_compile
 from fsdp_compile.cli import calibrate, checkpoint, explain, opt, parity, plan, train
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def make_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
     parser = argparse.ArgumentParser(prog="fsdp-compile", description="Fully sharded data parallel for torch.compile.")
-    parser.add_argument("--version", action="version", version=f"%(prog)s {fsdp_compile.__version__}")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and end")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:
         sub = commands.add_parser(command.NAME, help=command.ABOUT, description=command.ABOUT)
@@ -55,6 +55,14 @@ def make_parser() -> argparse.ArgumentParser:
         flags = [flag for action in sub._actions for flag in action.option_strings]
         sub.set_defaults(run=command.run, flags=flags)
     return parser
+
+
+class _Version(argparse.Action):
+    """Looks the version up only when it is asked for: a tree that is not installed has none."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        print(f"{parser.prog} {fsdp_compile.__version__}")
+        parser.exit()
 
 
 def _unknown_argument(argument: str, arguments: argparse.Namespace) -> ConfigError:

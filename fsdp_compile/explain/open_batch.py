@@ -70,8 +70,10 @@ def hollow_inputs(args: Sequence[Any], kwargs: Mapping[str, Any], *, open_batch:
     def made(tensor: torch.Tensor) -> torch.Tensor:
         if not (open_batch and tensor.dim()):
             return hollow(tensor)
-        shape = (max(tensor.shape[0], _LEAST), *tensor.shape[1:])
-        traced = hollow(torch.empty(shape, dtype=tensor.dtype, device="meta"))
+        if tensor.shape[0] < _LEAST:
+            shape = (_LEAST, *tensor.shape[1:])
+            tensor = torch.empty(shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
+        traced = hollow(tensor)
         let_size_vary(traced, 0)
         opened[id(traced)] = traced
         return traced

@@ -110,7 +110,7 @@ class FSDPCallback(TrainerCallback):
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         """Restores random number generators in a run that is resumed with a new epoch, whose loader draws a seed."""
         if args.ignore_data_skip or float(state.epoch or 0).is_integer():
-            self.on_step_begin()
+            FSDPCallback.on_step_begin(self)  # a subclass may ask for more arguments
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         """Restores them in a run that is resumed within an epoch, whose loader had drawn its seed before the save."""

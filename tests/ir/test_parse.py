@@ -29,7 +29,7 @@ def test_a_graph_is_read() -> None:
         FLAT
         + """
 # the reader looks past comments, empty lines and spaces
-%read = fsdp_compile.unshard( %w,slot=.weight) : f32[6,5]
+%read = fsdp_compile.unshard ( %w,slot= .weight) : f32 [6,5]
 %y = aten.mul.Tensor(%read, 2.5) : f32[6, 5]
 return (%y, None)
 """
@@ -59,6 +59,10 @@ return (%y, None)
         ("%y = aten.t(%x) : f32[5, 3]", "aten.t gives f32[5, 3] strides [1, 5]"),
         ("%y = aten.mm(%x, %x) : f32[3, 3]", "aten.mm cannot take these arguments"),
         ("%y = aten.mm(%x, [) : f32[3, 3]", "expected values, not %x, ["),
+        ("%y = aten.relu(%x), aten.relu(%x) : f32[3, 5]", "expected the arguments of one call"),
+        ("%y = aten.relu(%x + 1) : f32[3, 5]", "sizes cannot be computed so"),
+        ("%y = attribute('a.b') : f32[3]", "an attribute has a name"),
+        ("%y = input() : f32[8 // 0]", "sizes cannot be computed so"),
         ("%y = input() : f33[3]", "line 5: expected a type"),
         ("%y = input() : f32[s0]", "s0 is no constant"),
         ("%y = input() : f32[3, 5", "expected a type"),
@@ -116,6 +120,7 @@ symbol s1 in [8, 64]
 %n = input() : sym(s0)
 %x = input() : f32[s0, s1, 3]
 %y = input() : f32[Max(s0, s1), ((s1//2)) + 1] strides [2*s1, 1]
+%z = input() : f32[Max(8, s0, s1)]
 %double = operator.mul(%n, 2) : sym(2*s0)
 %flat = aten.view(%x, [-1]) : f32[3*s0*s1]
 return (%flat, %y, %double)
@@ -132,6 +137,7 @@ symbol u3 in [0, oo]
 %rows = aten.nonzero(%x) : i64[u3, 1]
 %count = aten.sym_size.int(%rows, 0) : sym(u3)
 %y = aten.index.Tensor(%x, [%rows]) : f32[u3, 1]
+%norm = aten.native_layer_norm(%y, [1], None, None, 1e-05) : (f32[u3, 1], none, sym(u3), [int(3), f32[u3, 1]])
 return (%y, %count)
 """
     )
@@ -180,8 +186,9 @@ graph forward on cpu
 %w = input(role=flat, unit='my layer') : f32[32]
   .weight: offset=0 extent=32 shape=6x5 dim=0 over=fsdp.shard.0/2 param=float32 reduce=float32 reshard=after_forward
   "it's": offset=32 extent=32 shape=scalar dim=none over=fsdp/2 param=float32 reduce=float32 reshard=after_forward
+  '.w[0]': offset=64 extent=32 shape=scalar dim=none over=fsdp/2 param=float32 reduce=float32 reshard=after_forward
 %read = fsdp_compile.unshard(%w, slot=.weight) : f32[6, 5]
-%ag = all_gather(%w, 2, 'fsdp.shard.0', role=gather, unit='my layer', of=[.weight, "it's"]) : f32[64]
+%ag = all_gather(%w, 2, 'fsdp.shard.0', role=gather, unit='my layer', of=[.weight, "it's", '.w[0]']) : f32[64]
 return (%read, %ag)
 """
     )

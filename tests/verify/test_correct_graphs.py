@@ -201,3 +201,12 @@ def test_saved_parameters_that_are_read_last_by_one_node_are_both_freed_there() 
     most = max(sum(result_bytes(n) for b, e, n in spans if b <= at <= e) for at in (order[g] for g in freed))
     assert complaints(step, stage=Stage.FINAL, limits=Limits(unsharded_bytes=most)) == []
     assert complaints(step, stage=Stage.FINAL, limits=Limits(unsharded_bytes=most - 1)) != []
+
+
+def test_a_view_of_a_saved_parameter_that_nobody_reads_ends_no_budget() -> None:
+    step = graph(Phase.BACKWARD, world=OPEN)
+    saved = next(step.nodes(Role.SAVED_PARAM))
+    with step.graph.inserting_before(next(node for node in step.graph.nodes if node.op != "placeholder")):
+        view = step.graph.call_function(torch.ops.aten.view.default, (saved, [-1]))
+    view.meta["val"] = saved.meta["val"].view(-1)
+    assert complaints(step, limits=Limits(unsharded_bytes=10**9)) == []

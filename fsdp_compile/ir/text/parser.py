@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import functools
 import math
 import operator
 import re
@@ -37,10 +38,11 @@ _STRING: Final = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
 _NAME: Final = rf"{_STRING}|\(root\)|[\w.\-/]+"
 _HEADER: Final = re.compile(r"graph (forward|backward) on (\w+)\s*")
 _SYMBOL: Final = re.compile(r"symbol (\w+) in \[(-?\d+|-oo), (\d+|oo)\]\s*")
-_NODE: Final = re.compile(r"%([A-Za-z_]\w*)\s*=\s*([A-Za-z_][\w.]*)\((.*)\)\s*:\s*(.*?)\s*")
+_NODE: Final = re.compile(r"%([A-Za-z_]\w*)\s*=\s*([A-Za-z_][\w.]*)\s*\((.*)\)\s*:\s*(.*?)\s*")
 _SLOT: Final = re.compile(rf"\s+({_NAME})\s*:\s*(.*?)\s*")
-_NAMED: Final = re.compile(rf"(?:^|,)\s*(slot|role|unit|of)=(\[[^\]]*\]|{_NAME})")
-_TENSOR: Final = re.compile(r"(\w+)\[([^\]]*)\](?:\s*strides \[([^\]]*)\])?(?: on (\w+))?")
+_NAMED: Final = re.compile(rf"({_STRING})|(?:^|,)\s*(slot|role|unit|of)\s*=\s*(\[(?:{_STRING}|[^\]'\"])*\]|{_NAME})")
+"""A string, in which nothing is named, or something that is."""
+_TENSOR: Final = re.compile(r"(\w+)\s*\[([^\]]*)\](?:\s*strides \[([^\]]*)\])?(?: on (\w+))?")
 _NODE_OR_STRING: Final = re.compile(rf"({_STRING})|%([A-Za-z_]\w*)")
 _UNSHOWN: Final = re.compile(r"<[^>]*>|\?")
 _UNBACKED: Final = re.compile(r"\bu\d+\b")
@@ -57,8 +59,8 @@ _WORDS: Final[dict[str, Any]] = {
 }
 _CALLS: Final[dict[str, Callable[..., Any]]] = {
     "sym": lambda size: size,
-    "Max": torch.sym_max,
-    "Min": torch.sym_min,
+    "Max": lambda *sizes: functools.reduce(torch.sym_max, sizes),
+    "Min": lambda *sizes: functools.reduce(torch.sym_min, sizes),
     "Mod": operator.mod,
     "PythonMod": operator.mod,
 }
@@ -102,7 +104,7 @@ class _Said:
     """What the arguments of a node say by name: the slot of a marker, or a record."""
 
     def __init__(self, arguments: str) -> None:
-        said = _NAMED.findall(arguments)
+        said = [(key, found) for _, key, found in _NAMED.findall(arguments) if key]
         self.role = next((found for key, found in said if key == "role"), "")
         self.slot = next((_unquoted(found) for key, found in said if key == "slot"), "")
         self.units = [_unquoted(found) for key, found in said if key == "unit"]
@@ -199,12 +201,16 @@ class _Reader:
         name, head, arguments, declared = match.groups()
         if name in self.nodes:
             raise ConfigError(f"%{name} is made twice")
-        said, rest = _Said(arguments), _NAMED.sub("", arguments).strip().removeprefix(",")
+        said = _Said(arguments)
+        rest = _NAMED.sub(lambda found: found[1] or "", arguments).strip().removeprefix(",")
         match head:
             case "input":
                 node = self.graph.placeholder(name)
             case "attribute":
-                node = self.graph.create_node("get_attr", self._value(rest), name=name)
+                target = self._value(rest)
+                if not (isinstance(target, str) and target.isidentifier()):
+                    raise ConfigError("an attribute has a name", instead="attribute('_tensor_constant0')")
+                node = self.graph.create_node("get_attr", target, name=name)
             case _:
                 node = self._call(name, head, rest, said)
         node.meta["stack_trace"] = f'File "graph text", line {number}, in {self.phase.value}\n{line}'
@@ -223,7 +229,9 @@ class _Reader:
 
     def _call(self, name: str, head: str, arguments: str, said: _Said) -> fx.Node:
         target = _read_operator(head)
-        call = self._parsed(f"f({arguments})", arguments)
+        call = self._parsed(_with_nodes(f"f({arguments})"), arguments)
+        if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name)):
+            raise ConfigError(f"expected the arguments of one call, not {arguments}", instead=_VALUES)
         args = [self._evaluate(argument) for argument in call.args]
         kwargs = {str(keyword.arg): self._evaluate(keyword.value) for keyword in call.keywords}
         if said.slot:
@@ -283,12 +291,12 @@ class _Reader:
         if text == "none":
             return None
         if text[:1] in ("[", "("):
-            tensors = [self._typed(tensor[0]) for tensor in _TENSOR.finditer(text[1:-1])]
-            return tensors if text[0] == "[" else tuple(tensors)
+            items = [self._typed(item) for item in _items(text[1:-1])]
+            return items if text[0] == "[" else tuple(items)
         if literal := re.fullmatch(r"(?:int|float|bool|str)\((.*)\)", text):
             return ast.literal_eval(literal[1])
         if text.startswith("sym("):
-            return self._value(text)
+            return self._size(text)
         match = _TENSOR.fullmatch(text)
         dtype = _WORDS.get(match[1]) if match else None
         if match is None or not isinstance(dtype, torch.dtype):
@@ -297,23 +305,26 @@ class _Reader:
                 f"expected a type, not {text}",
                 instead="f32[4, 8], f32[4, 8] strides [1, 4], sym(s0), [f32[8], f32[8]] or none",
             )
-        shape, device = self._value(f"[{match[2]}]"), match[4] or self.device
+        shape, device = self._size(f"[{match[2]}]"), match[4] or self.device
         with self.mode:
             if match[3] is None:
                 return torch.empty(shape, dtype=dtype, device=device)
-            strides = self._value(f"[{match[3]}]")
+            strides = self._size(f"[{match[3]}]")
             if len(strides) != len(shape):
                 raise ConfigError(f"{len(shape)} sizes have {len(strides)} strides")
             return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
     def _value(self, text: str) -> Any:
+        return self._evaluate(self._parsed(_with_nodes(text), text))
+
+    def _size(self, text: str) -> Any:
+        """Sizes, in which `%` is a remainder."""
         return self._evaluate(self._parsed(text, text))
 
-    def _parsed(self, text: str, shown: str) -> Any:
-        """An expression as Python reads it, with each `%name` as an attribute of a name that no word has."""
-        source = _NODE_OR_STRING.sub(lambda found: found[1] or f"{_NODES}.{found[2]}", text.strip())
+    def _parsed(self, source: str, shown: str) -> Any:
+        """An expression as Python reads it."""
         try:
-            return ast.parse(source, mode="eval").body
+            return ast.parse(source.strip(), mode="eval").body
         except SyntaxError:
             _refuse_unshown(shown)
             raise ConfigError(f"expected values, not {shown}", instead=_VALUES) from None
@@ -333,12 +344,19 @@ class _Reader:
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 return -self._evaluate(operand)
             case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
-                return _BINARY[type(op)](self._evaluate(left), self._evaluate(right))
+                return self._computed(_BINARY[type(op)], [left, right])
             case ast.Call(func=ast.Name(id=name), args=items) if name in _CALLS:
-                return _CALLS[name](*map(self._evaluate, items))
+                return self._computed(_CALLS[name], items)
             case ast.Name(id=name):
                 return self._word(name)
         raise ConfigError(f"expected a value, not {ast.unparse(tree)!r}", instead=_VALUES)
+
+    def _computed(self, function: Callable[..., Any], operands: Sequence[ast.expr]) -> Any:
+        """A size that is computed from others."""
+        try:
+            return function(*map(self._evaluate, operands))
+        except (TypeError, ArithmeticError) as error:
+            raise ConfigError(f"sizes cannot be computed so: {error}", instead=_VALUES) from error
 
     def _word(self, name: str) -> Any:
         if name in self.symbols or name in _WORDS:
@@ -366,6 +384,23 @@ class _Reader:
             name_of_examples = "backed_var_to_val" if hasattr(self.env, "backed_var_to_val") else "var_to_val"
             getattr(self.env, name_of_examples)[symbol] = sympy.Integer(example)
         self.symbols[name] = self.env.create_symintnode(symbol, hint=example)
+
+
+def _with_nodes(text: str) -> str:
+    """Python's source of values: each `%name` is an attribute of a name that no word has."""
+    return _NODE_OR_STRING.sub(lambda found: found[1] or f"{_NODES}.{found[2]}", text)
+
+
+def _items(text: str) -> list[str]:
+    """What commas separate outside of brackets."""
+    items, depth = [""], 0
+    for letter in text:
+        depth += (letter in "[(") - (letter in "])")
+        if letter == "," and depth == 0:
+            items.append("")
+        else:
+            items[-1] += letter
+    return [item.strip() for item in items if item.strip()]
 
 
 def _refuse_unshown(text: str) -> None:

@@ -148,7 +148,7 @@ def _ends(facts: Facts) -> dict[fx.Node, list[fx.Node]]:
     last = {saved: saved for saved in facts.of_role(Role.SAVED_PARAM)}
     for node, owners in facts.sharing({saved: frozenset([saved]) for saved in last}).items():
         for saved in owners:
-            last[saved] = max(last[saved], *node.users, key=facts.order.__getitem__)
+            last[saved] = max([last[saved], *node.users], key=facts.order.__getitem__)
     for saved, end in last.items():
         found.setdefault(end, []).append(saved)
     return found
