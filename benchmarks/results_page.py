@@ -6,6 +6,7 @@ Each number on the page comes from a file, and beside it stand the command, the 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -332,15 +333,19 @@ SECTIONS = (
 
 
 def documents() -> dict[str, Document]:
-    """The committed results, by benchmark."""
-    read = (json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("*.json")))
-    return {document["benchmark"]: document for document in read if not document["smoke"]}
+    """The committed results, by the names of their files: a benchmark's, or that with other arguments."""
+    read = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("*.json"))}
+    return {name: document for name, document in read.items() if not document["smoke"]}
 
 
 def page(found: Mapping[str, Document]) -> str:
-    """The sections of what was measured, as Markdown."""
-    made = [section.text(found[section.benchmark]) for section in SECTIONS if section.benchmark in found]
-    return "\n" + "\n".join(made)
+    """The sections of what was measured, as Markdown; those of whole graphs and of blocks follow each other."""
+    blocks = [
+        dataclasses.replace(each, benchmark=f"{each.benchmark}_blocks", title=f"{each.title}, by blocks", draw=None)
+        for each in SECTIONS
+    ]
+    both = itertools.chain.from_iterable(zip(SECTIONS, blocks, strict=True))
+    return "\n" + "\n".join(section.text(found[section.benchmark]) for section in both if section.benchmark in found)
 
 
 def replaced(text: str, found: Mapping[str, Document]) -> str:

@@ -27,6 +27,7 @@ PACKAGE = Path(__file__).parents[1] / "fsdp_compile"
 EXECUTES = {
     "parity/processes.py": {"pickle.loads"},  # from the pipes of processes that it starts
     "state/optim_state.py": {"pickle.loads"},  # from the first rank
+    "_torch/dynamo.py": {"eval"},  # expressions of Dynamo's guards
 }
 """What may execute what it reads, by file."""
 _CALLS = {

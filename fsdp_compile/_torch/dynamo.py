@@ -74,6 +74,8 @@ _MODULE_CALLS = frozenset({"__call__", "_call_impl"})
 """Names of the functions through which modules are called: `nn.Module`'s, and those of `torch.compile(module)`."""
 _FORWARDS = _MODULE_CALLS | {"forward", "_wrapped_call_impl"}
 """Names of the functions in which a forward runs."""
+_CANNOT_TELL = (NameError, AttributeError, LookupError, TypeError, SyntaxError)
+"""Raised by expressions of Dynamo that are no Python, or need names which only its guards have."""
 
 
 def stack() -> Iterator[FrameType]:
@@ -110,6 +112,24 @@ def call_of(module: nn.Module) -> FrameType | None:
     """The Python frame of the outermost call of a module that this thread is in."""
     calls = [f for f in stack() if f.f_code.co_name in _MODULE_CALLS and f.f_locals.get("self") is module]
     return calls[-1] if calls else None
+
+
+def values_on_the_way(placeholder: fx.Node) -> Iterator[object]:
+    """The values along the path by which Dynamo found a graph input in the frame that it compiles, outermost first."""
+    translator = root_translator()
+    # Dynamo writes the path as expressions over the frame's locals and globals, and evaluates them itself for guards.
+    scope = {"L": {}, "G": {}} if translator is None else {"L": translator.f_locals, "G": translator.f_globals}
+    expressions: list[str] = []
+    source = getattr(placeholder, "_dynamo_source", None)
+    while source is not None:
+        name = source.name
+        expressions.append(name() if callable(name) else name)  # a method up to 2.11, a property later
+        source = getattr(source, "base", None)
+    for expression in reversed(expressions):
+        try:
+            yield eval(expression, dict(scope))
+        except _CANNOT_TELL:
+            continue
 
 
 def root_translator() -> Any:
@@ -265,12 +285,6 @@ def before_each_compile(backend: object, call: Callable[[FrameToCompile], None])
 
     # Callbacks at the start of a compile would not tell of frames past the recompile limit, and a reset forgets them.
     torch._dynamo.register_hook_for_recompile_user_context(describe)
-
-
-def traced_frame() -> FrameToCompile | None:
-    """The frame that Dynamo traces on this thread, if any."""
-    frame = root_translator()
-    return None if frame is None else _frame_of(frame.f_code, frame.f_locals, frame.f_globals, frame.closure)
 
 
 def _frame_of(code: types.CodeType, passed: Any, namespace: Mapping[str, Any], closure: Any) -> FrameToCompile:

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from fsdp_compile._torch import fully_shard as fsdp2
-from fsdp_compile._torch.dynamo import OptimizedModule, modules_being_called, traced_frame
+from fsdp_compile._torch.dynamo import OptimizedModule, modules_being_called, values_on_the_way
 from fsdp_compile._torch.fully_shard_calls import is_replicated
 from fsdp_compile._torch.tensors import is_gathered
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
@@ -188,15 +188,11 @@ def refuse_plain(gm: fx.GraphModule, inputs: Sequence[object]) -> None:
             continue
         # FSDP2 registers gathered parameters, which are plain; others stay whole.
         averaged = ids_in(fsdp2.sharded_modules()) if averaged is None else averaged
-        if id(value) in averaged:
-            continue
-        frame = traced_frame()
-        parts = [part for module in (frame.modules if frame else ()) for part in module.modules()]
-        around = [part for part in parts if id(value) in ids_in([part])]
-        if not any(map(fsdp2.states_below, around)):
-            names = (name for part in around[:1] for _, (name, p) in places_of(part) if p is value)
-            where = next((f"{type(around[0]).__name__}, parameter {name}" for name in names), placeholder.name)
-            raise _of_plain_model(where, around)
+        way = [module for module in values_on_the_way(placeholder) if isinstance(module, nn.Module)]
+        if id(value) not in averaged and not any(map(fsdp2.states_below, way)):
+            places = ((owner, name) for owner in way for _, (name, p) in places_of(owner) if p is value)
+            named = (f"{type(owner).__name__}, parameter {name}" for owner, name in places)
+            raise _of_plain_model(next(named, placeholder.name), way)
 
 
 def refuse_plain_forward(module: nn.Module) -> None:
@@ -209,8 +205,8 @@ def refuse_plain_forward(module: nn.Module) -> None:
         raise _of_plain_model(f"{user_class(module).__name__}, parameter {plain}", [module])
 
 
-def _of_plain_model(where: str, outer: Sequence[nn.Module]) -> ConfigError:
-    for around in (*outer, *modules_being_called()):
+def _of_plain_model(where: str, way: Sequence[nn.Module]) -> ConfigError:
+    for around in (*way, *modules_being_called()):
         if around is not None and _is_wrapper(around):
             return _refuse_wrapper(around, type(around).__name__)
     return ConfigError(

@@ -33,6 +33,7 @@ from torch import fx
 
 from fsdp_compile._torch.distributed import collectives
 from fsdp_compile.cost.fusion import WRITTEN, looks_up, shares_memory
+from fsdp_compile.cost.sizes import result_bytes
 from fsdp_compile.ir.edit import GraphBuilder
 from fsdp_compile.ir.graph import Role, require, role_of
 from fsdp_compile.layout.messages import cast as cast_to
@@ -81,7 +82,7 @@ def write_before_waits(graph: fx.Graph) -> None:
                 while source.target in _ONE_BY_ONE and len(source.all_input_nodes) == 1:
                     source = _behind_views(source.all_input_nodes[0])
                 is_waited_for = bisect(waits, started) > bisect(waits, place[sent])
-                if sent.target is _CAST and is_waited_for and sent.meta["val"].nbytes <= source.meta["val"].nbytes:
+                if sent.target is _CAST and is_waited_for and result_bytes(sent) <= result_bytes(source):
                     sent.meta[WRITTEN] = True
 
 

@@ -203,3 +203,27 @@ def test_ddp_that_ignores_what_is_sharded_averages_the_rest() -> None:
     pair.twice = False
     pair.backward(DistributedDataParallel(pair.model))
     pair.compare_gradients()
+
+
+class _PartlySharded(nn.Module):
+    """Of which a part is sharded, and the rest stays plain, as FSDP2 leaves it without a call on the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.body = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x * self.scale)
+
+
+@on_ranks()
+def test_the_plain_rest_of_a_model_is_trained_behind_a_function_too() -> None:
+    net = _PartlySharded()
+    fully_shard(net.body)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return net(x).sum()
+
+    compile_eagerly(lambda x: loss(x))(torch.ones(2, WIDTH)).backward()  # noqa: PLW0108  its code names no model
+    assert net.scale.grad is not None

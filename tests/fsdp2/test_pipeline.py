@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -183,6 +184,22 @@ def test_a_block_waits_for_each_weight_where_it_needs_it() -> None:
     assert forward.count("FSDP::all_gather (blocks.1)") == backward.count("FSDP::all_gather (blocks.1)") == 2
     assert forward.count("FSDP::all_gather (blocks.3)") == 2
     assert "FSDP::all_gather (blocks.3)" not in backward
+
+
+@on_ranks()
+def test_a_hook_of_the_user_gets_all_gradients_of_a_unit_at_once() -> None:
+    numels: list[int] = []
+
+    def reduced(_: object, gradient: torch.Tensor, output: torch.Tensor) -> None:
+        numels.append(gradient.numel())
+        dist.reduce_scatter_tensor(output, gradient)
+        output.div_(dist.get_world_size())
+
+    pair = pair_of(_Wide)
+    fsdp_compile.register_comm_hook(pair.model, reduced)
+    by_blocks(pair, hardware=SLOW).train(steps=1)
+    assert numels.count(2 * 4096 * WIDTH) == 4  # blocks of two weights each
+    assert 4096 * WIDTH not in numels
 
 
 class _Short(_NoBiases):

@@ -96,7 +96,11 @@ class Edges:
             kind: Of their collectives.
         """
         inwards = groups if kind is Kind.GATHER else groups[::-1]
-        runs = [self._runs(group, kind) for group in inwards]
+        runs = [
+            # A hook is called with all gradients of its unit at once.
+            [group] if kind is Kind.REDUCE and any(s.spec.hook for s in group) else self._runs(group, kind)
+            for group in inwards
+        ]
         least_us, link_us = self.total_us, 0.0
         for run in itertools.chain.from_iterable(runs):
             link_us += self._time_us(run, kind)
