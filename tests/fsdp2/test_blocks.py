@@ -429,6 +429,8 @@ def test_a_script_as_torchtitans(compiles: str, dtype: str) -> None:
         with torch.no_grad():
             pair.losses()
         pair.train(pair.call, pair.call, steps=1)
+    # A compiled module that is sharded itself is left to FSDP2 from 2.15 on: gradients are rounded as in any backend.
+    bound = 1e-3 if compiles == "registered" and torch.__version__ >= "2.15" else 0
     for mine, theirs in zip(pair.model.parameters(), pair.reference.parameters(), strict=True):
-        assert torch.equal(mine.to_local(), theirs.to_local())
+        torch.testing.assert_close(mine.to_local(), theirs.to_local(), rtol=0, atol=bound)
     assert not [title for title in titles[3:] if "layers" in title]
