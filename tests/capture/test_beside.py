@@ -203,3 +203,17 @@ def test_ddp_that_ignores_what_is_sharded_averages_the_rest() -> None:
     pair.twice = False
     pair.backward(DistributedDataParallel(pair.model))
     pair.compare_gradients()
+
+
+@pytest.mark.long
+@on_ranks()
+def test_optimizers_of_plain_parameters_step_as_always() -> None:
+    """Another model's optimizer, and one of the ignored parameters of a compiled model."""
+    other, model = nn.Linear(WIDTH, 5), Stack()
+    fully_shard(model, ignored_params=[model.head])
+    for call in (compile_eagerly(model), other):
+        call(torch.ones(4, WIDTH)).sum().backward()
+    for parameters in (list(other.parameters()), list(model.head.parameters())):
+        before = [p.clone() for p in parameters]
+        torch.optim.SGD(parameters, lr=0.1).step()
+        assert not any(torch.equal(p, q) for p, q in zip(parameters, before, strict=True))
