@@ -227,3 +227,17 @@ def test_the_plain_rest_of_a_model_is_trained_behind_a_function_too() -> None:
 
     compile_eagerly(lambda x: loss(x))(torch.ones(2, WIDTH)).backward()  # noqa: PLW0108  its code names no model
     assert net.scale.grad is not None
+
+
+@pytest.mark.long
+@on_ranks()
+def test_optimizers_of_plain_parameters_step_as_always() -> None:
+    """Another model's optimizer, and one of the ignored parameters of a compiled model."""
+    other, model = nn.Linear(WIDTH, 5), Stack()
+    fully_shard(model, ignored_params=[model.head])
+    for call in (compile_eagerly(model), other):
+        call(torch.ones(4, WIDTH)).sum().backward()
+    for parameters in (list(other.parameters()), list(model.head.parameters())):
+        before = [p.clone() for p in parameters]
+        torch.optim.SGD(parameters, lr=0.1).step()
+        assert not any(torch.equal(p, q) for p, q in zip(parameters, before, strict=True))

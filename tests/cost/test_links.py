@@ -112,3 +112,15 @@ def test_float32_matmuls_take_tf32_where_torch_may_round_to_it() -> None:
         assert DEVICES["cpu"].flops_per_s(torch.float32) == pytest.approx(0.7 * 0.1e12)
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def test_8_bit_matmuls_take_twice_the_rate_of_16_bit_ones() -> None:
+    for device in DEVICES.values():
+        eight = device.matmul.get(torch.float8_e4m3fn)
+        assert (eight is None) == (device.name in ("a100-sxm", "cpu"))
+        if eight is not None:
+            assert eight.value == pytest.approx(2 * device.matmul[torch.bfloat16].value, rel=1e-3)
+
+
+def test_a_blackwell_host_has_its_own_near_link() -> None:
+    assert hardware("b200", "ib-400", ranks_per_host=8).link_of(GroupRanks(8)).name == "nvlink5"

@@ -20,7 +20,7 @@ from fsdp_compile.errors import CheckpointError, ConfigError
 from fsdp_compile.formats.checkpoint import Checkpoint, Format, open_checkpoint, verify_checkpoint
 from fsdp_compile.formats.convert import ConvertOptions, convert_checkpoint
 from tests import long
-from tests.formats.samples import assert_same, save_sharded, state
+from tests.formats.samples import assert_same, save_sharded, save_steps, state
 from tests.models.outlines import MixedKinds
 
 TORCH = ConvertOptions(Format.TORCH)
@@ -86,6 +86,13 @@ def test_what_several_ranks_wrote_becomes_one_file(sharded: tuple[Path, dict[str
     assert_same(torch.load(tmp_path / "again.pt", weights_only=True), expected)
     model = MixedKinds()
     model.load_state_dict(torch.load(tmp_path / "again.pt", weights_only=True)["model"])
+
+
+def test_a_step_of_a_run_becomes_a_file(tmp_path: Path) -> None:
+    save_steps(tmp_path)
+    convert_checkpoint(tmp_path / "step-000002", tmp_path / "model.pt", replace(TORCH, part="model"))
+    loaded = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert_same(loaded, {"weight": torch.full((7, 4), 2.0), "bias": torch.full((7,), 2.0)})
 
 
 def test_names_and_dtypes_are_changed_as_asked(sharded: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:

@@ -455,3 +455,26 @@ def test_parameters_read_before_the_first_graph_get_their_gradients() -> None:
 @on_ranks(world_size=lambda world_size: world_size)
 def test_a_flat_shard_of_one_padded_slot(world_size: int) -> None:
     WithOneProcess(lambda: nn.Linear(6, 7, bias=False), Run.PLAIN, twice=False).train(steps=1)
+
+
+class _PartlyUsed(nn.Module):
+    """Uses one layer or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, both: str) -> torch.Tensor:
+        return self.b(self.a(x)) if both == "both" else self.a(x)
+
+
+@pytest.mark.long
+@on_ranks()
+def test_gradients_that_were_never_accumulated_are_forgotten() -> None:
+    model = _PartlyUsed()
+    compiled = compile_eagerly(model)
+    x = torch.ones(2, WIDTH, requires_grad=True)
+    torch.autograd.grad(compiled(x, "both").sum(), x)
+    compiled(x, "one").sum().backward()
+    assert model.a.weight.grad is not None
+    assert model.b.weight.grad is None

@@ -117,6 +117,16 @@ def test_what_each_parameter_takes_is_known(target: Any, args: tuple[Any, ...], 
     assert kind(known_value(node)) == kind(by_torch(node))
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_part_begins_behind_all_that_lies_before_it(dim: int) -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    with FakeTensorMode():
+        x.meta["val"] = torch.empty(8, 4)[1:]
+    node = graph.call_function(aten.slice.Tensor, (x, dim, 2, 3))
+    assert kind(known_value(node)) == kind(by_torch(node))
+
+
 def test_items_of_a_list_are_the_very_values() -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -142,7 +143,7 @@ def _counted(model: Any, call: Call, step: int) -> None:
 
 def _changed(model: Any, call: Call, step: int, *, part: str, trained: bool) -> None:
     if step == 1:
-        model.get_submodule(part).requires_grad_(requires_grad=trained)
+        operator.attrgetter(part)(model).requires_grad_(requires_grad=trained)
     _plain(model, call, step)
 
 
@@ -164,6 +165,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Step, bool]] = {
     "a dispatch mode": (Slim, _counted, True),
     "an operator with side effects": (Inverse, _plain, True),
     "frozen": (Slim, functools.partial(_changed, part="head", trained=False), True),
+    "partly frozen": (Slim, functools.partial(_changed, part="head.bias", trained=False), True),
     "thawed": (Frozen, _thawed, True),
     "thawed, uncompiled": (Frozen, _thawed, False),
 }

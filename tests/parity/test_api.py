@@ -32,7 +32,7 @@ HERE = "tests.parity.cases"
 @pytest.mark.long
 @pytest.mark.core
 def test_the_command_prints_the_table_and_exits_0(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["parity", "--steps", "2", "--lower", "eager"]) == 0
+    assert main(["parity", "--steps", "2"]) == 0
     out = capsys.readouterr().out
     assert "Largest differences" in out
     assert "optimizer state      180       0" in out

@@ -55,6 +55,19 @@ def test_an_ignored_module_keeps_its_parameters_and_their_own_gradients() -> Non
     assert names == {name for name, _ in model.named_parameters()} - set(KEPT)
 
 
+@on_ranks()
+def test_those_of_a_model_that_is_not_compiled_stay_the_same_objects_and_are_not_averaged() -> None:
+    model = made()
+    kept = model.blocks[0].mlp[0].weight
+    fully_shard(model, ignored_params=[model.blocks[1], kept])
+    assert model.blocks[0].mlp[0].weight is kept
+    assert not any(isinstance(p, DTensor) for p in model.blocks[1].parameters())
+    model(batch(0)).square().mean().backward()
+    grads = [torch.zeros_like(kept) for _ in range(dist.get_world_size())]
+    dist.all_gather(grads, kept.grad)
+    assert not torch.equal(*grads)
+
+
 def test_ignored_modules_of_ignored_children_are_found_bottom_up(fake_world: Callable[..., Any]) -> None:
     with fake_world(4):
         model = Mixed()

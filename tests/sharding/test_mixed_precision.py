@@ -118,6 +118,14 @@ def test_parameters_are_saved_and_loaded_in_their_own_dtype() -> None:
         assert torch.equal(model.state_dict()[name].to_local(), before[name] / 3), "what is loaded is not rounded"
 
 
+@pytest.mark.usefixtures("world")
+def test_buffers_follow_the_innermost_call() -> None:
+    model = nn.Sequential(Normed(), Normed())
+    fully_shard(model[0], mp_policy=MixedPrecision(BF16, buffer_dtype=torch.float16))
+    fully_shard(model, mp_policy=MixedPrecision(BF16, buffer_dtype=BF16))
+    assert [m.scale.dtype for m in model] == [torch.float16, BF16]
+
+
 class _Table(nn.Module):
     """A parameter, and a buffer that no bfloat16 holds, which initialization replaces."""
 

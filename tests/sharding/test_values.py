@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 from unittest import mock
 
@@ -341,10 +342,13 @@ def test_bottom_up_calls_initialize_each_module_once() -> None:
     assert all(not value.is_meta and not value.isnan().any() for _, value in fsdp_compile.full_tensors(model))
 
 
-transformers = pytest.importorskip("transformers")
+# A skip in a rank would be an error here.
+with_transformers = pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
 
 
 def _llama(*, tied: bool) -> torch.nn.Module:
+    import transformers
+
     config = transformers.LlamaConfig(
         vocab_size=61,  # uneven
         hidden_size=32,
@@ -360,6 +364,7 @@ def _llama(*, tied: bool) -> torch.nn.Module:
 
 
 @pytest.mark.core
+@with_transformers
 @on_ranks()
 def test_init_weights_gives_the_values_of_one_process() -> None:
     for tied in (False, True):
@@ -378,6 +383,7 @@ def test_init_weights_gives_the_values_of_one_process() -> None:
 
 
 @pytest.mark.core
+@with_transformers
 @on_ranks()
 def test_a_module_that_initializes_its_parts_again_does_so_after_to_empty() -> None:
     model = on_meta(_gpt2)
@@ -394,6 +400,8 @@ def test_a_module_that_initializes_its_parts_again_does_so_after_to_empty() -> N
 
 def _gpt2() -> torch.nn.Module:
     """Its attention scales a weight of its projection, after that was initialized."""
+    import transformers
+
     config = transformers.GPT2Config(
         n_embd=32, n_layer=2, n_head=4, vocab_size=61, bos_token_id=None, eos_token_id=None
     )

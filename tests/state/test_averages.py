@@ -25,6 +25,10 @@ class Average(enum.Enum):
     MOVING = "moving"
     BY_STATE_DICTS = "by state dicts"
     """As timm's ModelEmaV3 with `foreach=False`."""
+    BY_COPIES = "by copies"
+    """As timm's ModelEmaV2."""
+    BY_PARAMETERS = "by parameters"
+    """As timm's ModelEmaV3 with `exclude_buffers=True`."""
 
 
 def _model() -> nn.Module:
@@ -33,9 +37,10 @@ def _model() -> nn.Module:
 
 
 def _averaged(model: nn.Module, how: Average) -> tuple[nn.Module, Callable[[], object]]:
-    if how is Average.BY_STATE_DICTS:
+    update = _TIMMS.get(how)
+    if update is not None:
         kept = copy.deepcopy(model).eval()
-        return kept, lambda: _update_by_state_dicts(kept, model)
+        return kept, lambda: update(kept, model)
     average = None if how is Average.MEAN else get_ema_multi_avg_fn(0.9)
     made = AveragedModel(model, multi_avg_fn=average)
     return made.module, lambda: made.update_parameters(model)
@@ -48,6 +53,26 @@ def _update_by_state_dicts(kept: nn.Module, model: nn.Module) -> None:
             held.lerp_(new, 0.1)
         else:
             held.copy_(new)
+
+
+@torch.no_grad()
+def _update_by_copies(kept: nn.Module, model: nn.Module) -> None:
+    for held, new in zip(kept.state_dict().values(), model.state_dict().values(), strict=True):
+        held.copy_(0.9 * held + (1.0 - 0.9) * new)
+
+
+@torch.no_grad()
+def _update_by_parameters(kept: nn.Module, model: nn.Module) -> None:
+    torch._foreach_lerp_(list(kept.parameters()), list(model.parameters()), weight=0.1)
+    for held, new in zip(kept.buffers(), model.buffers(), strict=True):
+        held.copy_(new)
+
+
+_TIMMS: dict[Average, Callable[[nn.Module, nn.Module], None]] = {
+    Average.BY_STATE_DICTS: _update_by_state_dicts,
+    Average.BY_COPIES: _update_by_copies,
+    Average.BY_PARAMETERS: _update_by_parameters,
+}
 
 
 def _trained(how: Average, *, sharded: bool, compiled: bool) -> nn.Module:

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from fsdp_compile.errors import CheckpointError
+from fsdp_compile.errors import CheckpointError, ConfigError
 from fsdp_compile.formats.files import MARKER
 from fsdp_compile.training.checkpoint_folder import CheckpointFolder
 from tests import long
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.training.small_run import SmallRun, full_disk, load, names
 
 
@@ -177,6 +177,13 @@ def test_a_checkpoint_that_is_a_link_is_loaded_and_stays(tmp_path: Path) -> None
     left = ["step-000002", "step-000003", "step-000009"]
     assert run_ranks(_save, folder, 3) == [left] * 2
     assert (elsewhere / MARKER).exists()
+
+
+@on_ranks()
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path)
+    assert str(caught.value).startswith(f"there is no complete checkpoint in {tmp_path}\n")
 
 
 @pytest.mark.parametrize("full", ["__1_0.distcp", ".metadata.tmp", MARKER])

@@ -81,18 +81,18 @@ class Checked:
         for text, records in zip(self.texts, self._records, strict=True):
             parsed = parse_graph(text)
             assert format_graph(parsed) == text
-            assert _records_of(parsed) == records
+            assert records_of(parsed) == records
             parsed.graph.lint()
 
     def _look(self, step: StepGraph, name: str, stage: Stage | None) -> None:
         self.seen.append(name)
         self.texts.append(format_graph(step))
-        self._records.append(_records_of(step))
+        self._records.append(records_of(step))
         if stage is not None:
             self.found += [(name, c) for c in complaints(step, stage=stage, limits=self.limits)]
 
 
-def _records_of(step: StepGraph) -> dict[str, Record | None]:
+def records_of(step: StepGraph) -> dict[str, Record | None]:
     return {node.name: record_of(node) for node in step.graph.nodes}
 
 

@@ -260,3 +260,32 @@ def test_low_precision_gradients_are_kept_if_asked() -> None:
         assert isinstance(mine.grad, DTensor)
         assert (mine.grad.dtype, mine.dtype) == (BF16, torch.float32)
         assert torch.equal(mine.grad.to_local(), sums[mine])
+
+
+class _Looked(nn.Module):
+    """Has integers for input: nothing to cast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(7, WIDTH), nn.Linear(WIDTH, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.table(x.long() % 7).mean(1))
+
+
+OUTPUT = dataclasses.replace(MIXED, output_dtype=torch.float32)
+CALLED = [(make, policy) for make in (Slim, _Looked) for policy in (MIXED, OUTPUT)]
+
+
+@long.parametrize(("make", "policy"), CALLED, always=[(Slim, MIXED), (_Looked, OUTPUT)])
+@on_ranks()
+def test_the_first_call_casts_as_those_after_it(make: type[nn.Module], policy: MixedPrecisionPolicy) -> None:
+    batch = torch.arange(4 * WIDTH).reshape(4, WIDTH)
+    batch = batch if make is _Looked else batch / WIDTH
+    calls = (
+        compile_eagerly(made(make), mp_policy=policy),
+        compile_eagerly(fully_shard(made(make), mp_policy=policy)),
+    )
+    mine, theirs = ([call(batch).detach() for _ in range(2)] for call in calls)
+    assert mine[0].dtype is (policy.output_dtype or BF16)
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=0)

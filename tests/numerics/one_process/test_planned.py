@@ -62,8 +62,8 @@ def _each_layer(model: nn.Module) -> None:
     fully_shard(model)
 
 
-def _delayed(make: Callable[[], nn.Module]) -> int:
-    """Trains where products are as slow as the link; how many gradients of weights are delayed at most."""
+def _delayed(make: Callable[[], nn.Module]) -> list[int]:
+    """Trains where products are as slow as the link; how many gradients of weights each plan delays."""
     slow = dataclasses.replace(SLOW.device, matmul={torch.float32: Quantity(3e7, "FLOP/s", "as slow as the link")})
     moved: list[int] = []
     plan = DelayWeightGradients.plan
@@ -76,13 +76,16 @@ def _delayed(make: Callable[[], nn.Module]) -> int:
 
     with mock.patch.object(DelayWeightGradients, "plan", recorded):
         train_pair(make, prepare=_each_layer, options={"hardware": dataclasses.replace(SLOW, device=slow)})
-    return max(moved)
+    return moved
 
 
 @pytest.mark.core
 @on_ranks()
 def test_weight_gradients_that_are_really_delayed_are_those_of_one_process() -> None:
-    assert _delayed(_wide_first) > 0
+    every: list[list[int]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(every, _delayed(_wide_first))
+    assert every[0] == every[1]
+    assert max(every[0]) > 0
 
 
 class _Scaled(torch.autograd.Function):
