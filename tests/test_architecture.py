@@ -68,7 +68,7 @@ TRICKS = {
     r"__class__ = ": {"__init__.py", "_torch/fully_shard.py", "_torch/fully_shard_calls.py", "fsdp2/stale.py"},
     r"(?<![\w.])gc\.": {"pipeline.py", "comm/failures.py", "fsdp2/stale.py"},
     r"_getframe": {"_torch/dynamo.py"},
-    r"(?<![\w.])eval\(": set(),
+    r"(?<![\w.])eval\(": {"_torch/dynamo.py"},
     r"\.f_locals": {"_torch/dynamo.py"},
     r"getrefcount": set(),
     r"\.prepend\(": {"ir/edit.py"},  # what it moves stays behind what it needs
