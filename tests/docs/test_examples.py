@@ -50,6 +50,7 @@ LOSSES = re.compile(r"loss ([\d.]+) -> ([\d.]+)")
 def _on_a_rank(script: str, folder: str, port: int) -> str:
     """What a rank of the pool prints that runs a script as torchrun would."""
     rank, world = dist.get_rank(), dist.get_world_size()
+    dist.barrier()  # gloo fails on a rank that still connects to one that is gone
     dist.destroy_process_group()  # the script makes its own
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
     os.environ |= {"MASTER_ADDR": "localhost", **{name: str(value) for name, value in names.items()}}
