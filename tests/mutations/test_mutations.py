@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 
 import pytest
 
@@ -34,6 +36,13 @@ def test_the_rows_of_a_mutation_name_its_test(mutation: Mutation) -> None:
     for row in mutation.rows.split():
         assert known[row].status != "n/a", row
         assert mutation.function in known[row].tests, row
+
+
+def test_every_named_test_is_there_with_its_case() -> None:
+    named = dict.fromkeys(mutation.test for mutation in listed())
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-n", "0", "-p", "no:cacheprovider", *named]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout[-2000:]
 
 
 @pytest.mark.long
