@@ -34,7 +34,6 @@ def test_a_mutation_replaces_one_place_and_stays_python(mutation: Mutation) -> N
 def test_the_rows_of_a_mutation_name_its_test(mutation: Mutation) -> None:
     known = {row.id: row for row in rows()}
     for row in mutation.rows.split():
-        assert known[row].status != "n/a", row
         assert mutation.function in known[row].tests, row
 
 
