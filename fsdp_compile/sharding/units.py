@@ -212,7 +212,7 @@ def _visit(
 
 
 def automatic_units(root: nn.Module, managed: Container[nn.Parameter]) -> list[nn.Module]:
-    """Roots of the units of a model, in registration order, without `root`; `managed` are the parameters to shard."""
+    """Roots of the units of a model, without `root`; `managed` are the parameters to shard."""
     blocks = _repeated_blocks(root, managed)
     if not blocks:
         return []
@@ -224,8 +224,7 @@ def automatic_units(root: nn.Module, managed: Container[nn.Parameter]) -> list[n
         and module is not root
         and any(p in managed and p.dim() >= 2 for p in module.parameters(recurse=False))
     ]
-    chosen = {id(m) for m in (*blocks, *ends)}
-    return [module for module in root.modules() if id(module) in chosen]
+    return [*blocks, *ends]
 
 
 def _repeated_blocks(module: nn.Module, managed: Container[nn.Parameter]) -> list[nn.Module]:
