@@ -19,6 +19,7 @@ from torch.distributed.fsdp.wrap import (
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile.errors import ConfigError
+from fsdp_compile.fsdp2.take_over import units
 from fsdp_compile.sharding.fully_shard import fully_shard
 from tests.fake_world import fake_world
 from tests.models.outlines import Block, Transformer
@@ -115,13 +116,9 @@ def test_the_root_keeps_what_is_no_block_and_no_matrix() -> None:
 
 def test_units_stand_in_registration_order() -> None:
     model = fully_shard(Transformer())
-    assert [title for title in _titles(model) if title != "(root)"] == [
-        "embed",
-        "blocks.0",
-        "blocks.1",
-        "blocks.2",
-        "head",
-    ]
+    found = {unit.title: sorted(param.name for group in unit.groups for param in group.params) for unit in units(model)}
+    assert list(found) == ["(root)", "embed", "blocks.0", "blocks.1", "blocks.2", "head"]
+    assert {title: names for title, names in found.items() if names} == _layout(model)
 
 
 def test_one_call_shards_all_of_a_module_and_puts_nothing_around_it() -> None:
