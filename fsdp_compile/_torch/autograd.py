@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from fsdp_compile._torch.fully_shard_params import HAS_GRAD_DTYPES
 
@@ -18,6 +20,15 @@ profiler_runs: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ig
 """Whether torch's profiler records what this thread does."""
 below_autograd: Callable[[], AbstractContextManager[None]] = torch._C._AutoDispatchBelowAutograd
 """A context in which operators go straight to their device's kernels."""
+
+
+@contextmanager
+def outside_of_selective_checkpointing() -> Iterator[None]:
+    """A context that is in no mode of selective checkpointing, which would look for each operator among its own."""
+    modes = _get_current_dispatch_mode_stack()
+    selects = any(isinstance(mode, _CachingTorchDispatchMode | _CachedTorchDispatchMode) for mode in modes)
+    with _disable_current_modes() if selects else nullcontext():
+        yield
 
 
 @contextmanager

@@ -33,7 +33,7 @@ from torch.nn.utils import stateless
 from fsdp_compile._torch.dynamo import leave_to_python
 from fsdp_compile._torch.tensors import HigherOrderOperator
 from fsdp_compile.errors import UnsupportedModelError
-from fsdp_compile.ir.queries import function_at, functions_of
+from fsdp_compile.ir.queries import aliases, function_at, functions_of
 from fsdp_compile.ir.source_line import frames_of, source_line
 from fsdp_compile.ops.unshard import REDUCE_GRAD, UNSHARD
 
@@ -81,6 +81,18 @@ def refuse_hidden_reads(gm: fx.GraphModule) -> None:
                 f"a function that is passed to torch.ops.higher_order.{call.target.name()} reads a parameter",
                 where=source_line(call),
                 instead="read it before (weight = self.weight), and use the local name in the function",
+            )
+
+
+def refuse_places_in_storage(gm: fx.GraphModule) -> None:
+    """Raises `UnsupportedModelError` for a view of a parameter from a place in its storage, which is a message's."""
+    for view in aliases(node for node in gm.graph.nodes if node.target in READS):
+        if view.target is torch.ops.aten.as_strided.default and view.args[3:] not in ((), (None,)):
+            raise UnsupportedModelError(
+                "torch.as_strided() of a parameter is given a storage_offset, which counts from the start of memory "
+                "that the parameter shares with others",
+                where=source_line(view),
+                instead="flatten the parameter, take what begins there, and leave the offset out",
             )
 
 

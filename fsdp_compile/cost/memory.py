@@ -108,10 +108,27 @@ def memory_of(step: StepGraph, kernels: Kernels, before: Memory | None = None) -
 
 
 def bytes_beside(forward: StepGraph, backward: StepGraph) -> int:
-    """Bytes of a forward's inputs that its backward does not take, such as frozen parameters: they are still live."""
+    """Bytes that are live while a backward runs, and are not in its graph.
+
+    Inputs of its forward that it does not take, such as frozen parameters, and outputs without a gradient, such as
+    metrics. Outputs with one are counted by it, since they have as many bytes (`planner/from_graph.py`).
+    """
     taken = {node.name for node in backward.graph.find_nodes(op="placeholder")}
     left = (node for node in forward.graph.find_nodes(op="placeholder") if node.name not in taken)
-    return sum(result_bytes(node) for node in left if not _is_on_host(node))
+    inputs = sum(result_bytes(node) for node in left if not _is_on_host(node))
+    notes = _outputs(forward)
+    outputs = {node: None for node, note in notes if not is_saved_for_backward(note) and updated_input(note) is None}
+    tangents = (node for node in backward.graph.find_nodes(op="placeholder") if node.name.startswith("tangents"))
+    return inputs + max(0, sum(map(result_bytes, outputs)) - sum(map(result_bytes, tangents)))
+
+
+def _outputs(step: StepGraph) -> list[tuple[fx.Node, object]]:
+    """The nodes that a graph returns, each with AOTAutograd's description."""
+    returned = step.output.args[0]
+    nodes = returned if isinstance(returned, tuple | list) else (returned,)
+    notes = step.output.meta.get("desc") or ()
+    described = itertools.zip_longest(nodes, notes[: len(nodes)])
+    return [(node, note) for node, note in described if isinstance(node, fx.Node)]
 
 
 class _Walk:
@@ -222,12 +239,8 @@ class _Walk:
 
     def _name_outputs(self) -> None:
         """Tells buffers that are returned from those that are saved for backward; one that is both is returned."""
-        returned = self.step.output.args[0]
-        nodes = returned if isinstance(returned, tuple | list) else (returned,)
-        notes = self.step.output.meta.get("desc") or ()
-        for node, note in itertools.zip_longest(nodes, notes[: len(nodes)]):
-            # New values of inputs are written into these when forward returns, and freed.
-            if not isinstance(node, fx.Node) or updated_input(note) is not None:
+        for node, note in _outputs(self.step):
+            if updated_input(note) is not None:  # it is written into an input when forward returns, and freed
                 continue
             saved = is_saved_for_backward(note)
             for buffer in self._all(node):

@@ -85,9 +85,9 @@ class _Edge(torch.autograd.Function):
         group: ParamGroup | None = ctx.group()
         if flat_grad is None or group is None:
             return (None,) * (1 + len(ctx.next_functions))
-        flat_grad = group.unit.model.pipeline.arrived(group, flat_grad)
         if flat_grad.requires_grad:
             raise double_backward(f"unit {group.title}")
+        flat_grad = group.unit.model.pipeline.arrived(group, flat_grad)
         grads: list[torch.Tensor | None] = list(group.sharded_grads(flat_grad, take_produced(group)))
         _write_directly(ctx.next_functions, group, grads)
         return (None, *grads)

@@ -286,9 +286,11 @@ def _begin(unit: Unit, module: nn.Module, args: Any, kwargs: Any, dtype: torch.d
         unit.model.pipeline.begin_forward()
     by_graphs = _watched.value and not unit.only_hooks and unit.gatherer is not Gatherer.HOOKS
     if (by_graphs or is_root) and not repeats:
+        are_compiled = by_graphs or any(each.compiled_regions for each in unit.model.units)
         for each in unit.inner_units:
             if by_graphs or each.is_in_part:
                 each.follow()
+            if are_compiled:  # graphs would ignore given values
                 each.gather_given()
         if by_graphs and not unit.given_values():
             unit.defer(call_of(module))

@@ -305,8 +305,6 @@ class Unit:
         # Later forwards write into the memory that FSDP2 gathers into first.
         with torch.inference_mode(mode=False), torch.set_grad_enabled(grad):
             made = self.pre_hook(module, args, kwargs)
-            for group in self.groups:
-                group.pending.give_to_torch()
         for reader, name, value in given:
             reader._parameters[name] = value  # type: ignore[assignment]
         for reader, name in absent:  # a forward has deleted it, to put another tensor in its place

@@ -144,12 +144,18 @@ def parameter_only(graph: fx.Graph) -> list[fx.Node]:
         )
         if node.op != "call_function" or not has_tensors:
             continue
-        derived = bool(node.all_input_nodes) and all(n in found for n in node.all_input_nodes)
+        inputs = tensor_inputs(node)
+        derived = bool(inputs) and all(n in found for n in inputs)
         # These are computed twice, in forward and in backward.
         can_repeat = not node.is_impure() and is_known_to_repeat(node.target)
         if node.target in READS or (derived and (can_repeat or is_own_collective(node))):
             found[node] = None
     return [node for node in found if not is_own_collective(node)]
+
+
+def tensor_inputs(node: fx.Node) -> list[fx.Node]:
+    """The inputs of a node, without sizes: whether these are symbols depends on how often a graph was compiled."""
+    return [source for source in node.all_input_nodes if not isinstance(source.meta.get("val"), torch.SymInt)]
 
 
 def is_own_collective(node: fx.Node) -> bool:

@@ -13,7 +13,12 @@ from typing import Any, TypeAlias
 
 import torch
 
-from fsdp_compile._torch.autograd import backward_in_progress, below_autograd, leave_unused_undefined
+from fsdp_compile._torch.autograd import (
+    backward_in_progress,
+    below_autograd,
+    leave_unused_undefined,
+    outside_of_selective_checkpointing,
+)
 from fsdp_compile._torch.tensors import is_batched, join_batch, note_gathered, split_batch
 from fsdp_compile.capture.flat_inputs import PENDING
 from fsdp_compile.comm.failures import refuse_lost_ranks
@@ -112,11 +117,13 @@ class CompiledStep:
             with nullcontext() if self.has_updates else below_autograd():
                 try:
                     if self.head is not None:
-                        args += gathering(self.head, groups, args)
+                        with outside_of_selective_checkpointing():  # it repeats other gathers than forward had
+                            args += gathering(self.head, groups, args)
                     with ranges(self.calls, names):
                         outputs = compiled(args)
                     if self.tail is not None:
-                        outputs = reduced(self.tail, groups, outputs, now=tail_waits)
+                        with outside_of_selective_checkpointing():
+                            outputs = reduced(self.tail, groups, outputs, now=tail_waits)
                 except RuntimeError as error:
                     units = ", ".join(dict.fromkeys(names.get(title, title) for title in self.flats.values()))
                     doing = f"in a compiled {self.phase.value} of unit {units}"

@@ -12,7 +12,7 @@ from torch import fx
 
 from fsdp_compile._torch.distributed import collectives
 from fsdp_compile.capture.flat_inputs import name_inputs
-from fsdp_compile.capture.functions import refuse_hidden_reads
+from fsdp_compile.capture.functions import refuse_hidden_reads, refuse_places_in_storage
 from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.cost.memory import bytes_beside
 from fsdp_compile.errors import BudgetTooSmallError, FSDPCompileError
@@ -118,6 +118,7 @@ class Region:
         try:
             with without_collections():
                 refuse_hidden_reads(gm)
+                refuse_places_in_storage(gm)
                 _wait_one_by_one(gm.graph)
                 name_inputs(gm.graph, self.flats)
                 self.read = read_in(gm.graph)

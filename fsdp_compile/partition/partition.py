@@ -42,6 +42,9 @@ _LAST_REGION = 1 << 60
 """Later than any checkpointed region: a result that crosses into a later region would be saved (AC's own rule)."""
 
 
+_LOOK_UPS = (torch.ops.aten.index.Tensor, torch.ops.aten.index_select.default, torch.ops.aten.gather.default)
+
+
 def keep_from_hooks(joint: fx.Graph) -> None:
     """Keeps flat parameters from hooks on saved tensors, which may give backward copies it would not know.
 
@@ -54,8 +57,17 @@ def keep_from_hooks(joint: fx.Graph) -> None:
 
 
 def mark_reads(joint: fx.Graph) -> None:
-    """Marks which values derived from parameters alone are recomputed in backward and which are saved."""
-    for node in parameter_only(joint):
+    """Marks which values derived from parameters alone are recomputed in backward and which are saved.
+
+    Rows that an input chooses of such a value are saved: torch would look them up again, and backward gather the table,
+    where the table is not much larger than its rows, which may differ between ranks.
+    """
+    of_parameters = set(parameter_only(joint))
+    for node in joint.nodes:
+        if node.target in _LOOK_UPS and node not in of_parameters and node.args[0] in of_parameters:
+            node.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
+        if node not in of_parameters:
+            continue
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
         node.meta["ac_graph_id"] = _LAST_REGION
         if node.target is UNSHARD and unsharded_value(node) is None:

@@ -8,8 +8,8 @@ Host copies, for shards on the host (CPU offload):
 The flat parameter itself is copied, and cast on the device: it is pinned, so that the copy overlaps computation, while
 a narrow copy made on the host would be pageable and cost the launching thread a pass over memory. Gradients are joined
 on the device, so that one copy per flat parameter goes back. Waiting for it blocks the stream, not the host, so nothing
-in the graph reads it: the host waits once, at the end of backward (`lower/wrappers.py`). Here each wait stands right
-behind its start; `schedule_prefetch.py`, `schedule_reduce.py` and `schedule_auto.py` move them apart.
+in the graph reads it: the host waits once, at the end of backward (`lower/compiled_step.py`). Here each wait stands
+right behind its start; `schedule_prefetch.py`, `schedule_reduce.py` and `schedule_auto.py` move them apart.
 
 All-gathers; a post-forward shard that is not saved is not made:
 

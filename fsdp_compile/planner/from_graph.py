@@ -130,15 +130,19 @@ def count_everything(step: StepGraph, posed: Posed, fusion: Fusion) -> Posed:
 
 
 def accumulated_bytes(step: StepGraph) -> int:
-    """Bytes of the full gradients that earlier microbatches have left unreduced, where a graph leaves some, too.
+    """Bytes of the gradients that earlier microbatches have left for a later reduction, where a graph leaves some, too.
 
     The graph does not see their memory: autograd adds the gradients that it returns to them when it has ended, so that
     both are there until then. A graph that reduces takes them as inputs. The first microbatch of a step is planned as
     if it had them.
     """
     specs = (spec for flat in step.nodes(Role.FLAT) for spec in require(flat).specs)
-    unreduced = (spec for spec in specs if spec.grad_placement is GradPlacement.UNREDUCED)
-    return sum(spec.size * spec.extent * spec.unreduced_dtype.itemsize for spec in unreduced)
+    waiting = ((s, s.size if s.grad_placement is GradPlacement.UNREDUCED else 1) for s in specs)
+    return sum(
+        parts * spec.extent * spec.unreduced_dtype.itemsize
+        for spec, parts in waiting
+        if spec.grad_placement is not GradPlacement.REDUCED
+    )
 
 
 def _late_bytes(step: StepGraph, posed: Posed, memory: Memory) -> list[tuple[int, ...]]:

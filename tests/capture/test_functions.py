@@ -15,7 +15,7 @@ from torch._higher_order_ops.while_loop import while_loop
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.nn.attention.flex_attention import flex_attention
 
-from fsdp_compile import no_sync
+from fsdp_compile import fully_shard, no_sync
 from tests import long
 from tests.fake_world import fake_world
 from tests.ranks import on_ranks
@@ -247,3 +247,15 @@ def test_microbatches_accumulate_without_reduction(make: Callable[[], nn.Module]
             pair.backward()
         pair.backward()
     pair.compare_gradients()
+
+
+class _Strided(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.as_strided(self.weight, (2, 4), (4, 1), 4).sum()
+
+
+def test_a_view_from_a_place_in_the_storage_of_a_parameter_is_refused() -> None:
+    with fake_world(2):
+        compiled = compile_eagerly(fully_shard(_Strided(4, 4)))
+        with pytest.raises(Exception, match=r"storage_offset[\s\S]*test_functions.py"):
+            compiled(torch.randn(2, 4))

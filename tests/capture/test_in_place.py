@@ -94,9 +94,11 @@ def test_what_the_refusal_of_a_shared_trunk_advises(how: Run) -> None:
 
 SCRIPT = textwrap.dedent(
     """
+    import torch
     from torch import nn
     layer = nn.Linear(4, 4)
     layer.compile(backend="fsdp")  # imports the package
+    layer(torch.ones(2, 4)).sum().backward()
     """
 )
 

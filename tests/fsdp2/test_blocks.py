@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -12,12 +14,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import fx, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import fsdp_compile
 from fsdp_compile import backend
 from fsdp_compile._torch.dynamo import traced_module
-from fsdp_compile.errors import ConfigError
+from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.lower.eager import compile_eagerly as compile_eagerly_of_ours
 from fsdp_compile.optim.step_in_backward import step_in_backward
 from tests import long
@@ -225,6 +227,61 @@ class _Wide(nn.Module):
         for block in self.blocks:
             x = torch.tanh(block(x))
         return x
+
+
+class _Checkpointed(nn.Module):
+    """Blocks that are computed again, but for their products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        save = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False, context_fn=save)
+        return x
+
+
+def _checkpointed() -> tuple[_Checkpointed, Any, Any, torch.Tensor]:
+    """Like models, one plain, one sharded, the latter compiled; and a batch."""
+    torch.manual_seed(0)
+    plain = _Checkpointed()
+    sharded = copy.deepcopy(plain)
+    for block in sharded.blocks:
+        fully_shard(block)
+    fully_shard(sharded)
+    compiled = torch.compile(sharded, backend="fsdp", options={"regions": "blocks", "lower": "eager"})
+    return plain, sharded, compiled, torch.randn(4, 8)
+
+
+@on_ranks()
+def test_selective_checkpointing_around_blocks() -> None:
+    plain, sharded, compiled, x = _checkpointed()
+    for _ in range(3):
+        for model in (plain, compiled):
+            model.zero_grad()
+            model(x).square().sum().backward()
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(sharded.get_parameter(name).grad.full_tensor(), parameter.grad)
+
+
+@on_ranks()
+def test_given_values_after_blocks_were_computed_again() -> None:
+    plain, _, compiled, x = _checkpointed()
+    compiled(x).sum().backward()
+    given = {name: torch.randn_like(parameter) for name, parameter in plain.named_parameters()}
+    with torch.no_grad():
+        found = torch.func.functional_call(compiled, {f"_orig_mod.{name}": each for name, each in given.items()}, x)
+        torch.testing.assert_close(found, torch.func.functional_call(plain, given, x))
+
+
+@on_ranks()
+def test_gradients_of_gradients_are_refused() -> None:
+    _, sharded, compiled, x = _checkpointed()
+    with pytest.raises(UnsupportedModelError, match="double backward"):
+        compiled(x).square().sum().backward(create_graph=True)
+    assert all(parameter.grad is None for parameter in sharded.parameters())
 
 
 @on_ranks()

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -385,3 +386,52 @@ def test_a_rank_that_cannot_follow_ends_all_by_name() -> None:
         message = _refusal(_Wide(), (4, 256)[dist.get_rank()], 2048, bucket_mb=0)
     assert "rank 0 and rank 1 compile different collectives" in message
     assert "options={'prefetch': 1}" in message
+
+
+class _Chosen(nn.Module):
+    """Rows of a table; from a quarter of its rows on, torch would rather look them up again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(64, 8))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.silu(self.table[ids])
+
+
+class _Scores(nn.Module):
+    """A softmax of a part of a parameter, as long as the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(64, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        length = x.shape[1]
+        return self.bias[:length, :length].softmax(-1) @ x
+
+
+def _of_rows(count: int) -> torch.Tensor:
+    return torch.randint(64, (count,))
+
+
+def _of_length(length: int) -> torch.Tensor:
+    return torch.randn(2, length, 8)
+
+
+@pytest.mark.parametrize(("first", "batch"), [(_Chosen, _of_rows), (_Scores, _of_length)], ids=["rows", "length"])
+@on_ranks(timeout_s=60)
+def test_what_is_gathered_again_depends_on_no_size(first: Any, batch: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(first(), nn.Linear(8, 4))
+    plain = copy.deepcopy(model)
+    for part in model:
+        fully_shard(part)
+    compiled = compile_eagerly(fully_shard(model))
+    for sizes in [(8, 8), (8, 48), (50, 9)]:
+        every = [batch(size) for size in sizes]
+        for one in (model, plain):
+            one.zero_grad()
+        compiled(every[dist.get_rank()]).square().sum().backward()
+        torch.stack([plain(each).square().sum() for each in every]).mean().backward()
+        assert gradient_difference(model, plain) < 1e-4

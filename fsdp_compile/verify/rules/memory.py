@@ -97,7 +97,7 @@ def _derived(facts: Facts) -> dict[fx.Node, str]:
                 derived[node] = dropped[0]
         # Saving a post-forward shard is what `reshard_after_forward=k` asks for.
         elif role_of(node) is not Role.POST_FORWARD_SHARD and _follows(node, derived):
-            derived[node] = derived[node.all_input_nodes[0]]
+            derived[node] = next(derived[source] for source in node.all_input_nodes if source in derived)
     return derived
 
 
@@ -113,7 +113,8 @@ def _follows(node: fx.Node, derived: dict[fx.Node, str]) -> bool:
     is_told = node.target is getitem or getattr(node.target, "namespace", "") in _TOLD
     is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
     inputs = node.all_input_nodes if node.op == "call_function" and is_told and not is_random else []
-    return bool(inputs) and all(source in derived for source in inputs)
+    tensors = [source for source in inputs if not isinstance(source.meta.get("val"), torch.SymInt)]
+    return bool(tensors) and all(source in derived for source in tensors)
 
 
 def unsharded_bytes(facts: Facts) -> list[Finding]:

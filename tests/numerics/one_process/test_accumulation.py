@@ -6,6 +6,7 @@ Together with all that changes what is sent: low precision, hooks, 8 bits, plann
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -375,3 +376,22 @@ def test_gradients_accumulate_where_parameters_travel_in_8_bits() -> None:
     (loss_of(compiled(second)) / 2).backward()
     pairs = zip(once, model.parameters(), strict=True)
     assert max((a - p.grad.full_tensor()).abs().max().item() for a, p in pairs) < CLOSE
+
+
+@on_ranks()
+def test_an_uncompiled_forward_between_two_microbatches_takes_nothing_from_them() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    sharded = fully_shard(copy.deepcopy(plain))
+    compiled = compile_eagerly(sharded)
+    first, other, second = torch.randn(3, 4, 8)
+    for _ in range(2):
+        for model in (plain, sharded):
+            model.zero_grad()
+        with no_sync(sharded):
+            compiled(first).square().sum().backward()
+        with torch.no_grad():
+            sharded(other)
+        compiled(second).square().sum().backward()
+        (plain(first).square().sum() + plain(second).square().sum()).backward()
+        assert gradient_difference(sharded, plain) < 1e-5

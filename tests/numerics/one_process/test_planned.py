@@ -342,3 +342,22 @@ def test_a_budget_holds_gradients_of_earlier_microbatches() -> None:
     assert gradient_bytes == 6 * 4 * (WIDTH * WIDTH + 2 * WIDTH)
     assert max(peaks) <= budget_bytes
     assert max(peaks) > 0.9 * budget_bytes, "no more is asked for than is needed"
+
+
+class _Metrics(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, 2048)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.head(x)
+        return y.logsumexp(-1).sum(), y.detach().exp()
+
+
+def test_a_budget_counts_outputs_that_have_no_gradient() -> None:
+    def peak_gb(**options: Any) -> float:
+        plan = explain(_Metrics(), torch.randn(1024, 64), world_size=4, options={"lower": "eager", **options})
+        return max(graph.memory.peak_bytes for graph in plan.graphs) / 1e9
+
+    with pytest.raises(BudgetTooSmallError):
+        peak_gb(memory_budget_gb=peak_gb() - 0.004, activations="saved")  # the metrics take 0.008
