@@ -229,7 +229,7 @@ class _Wide(nn.Module):
         return x
 
 
-class _Checkpointed(nn.Module):
+class _Selective(nn.Module):
     """Blocks that are computed again, but for their products."""
 
     def __init__(self) -> None:
@@ -243,10 +243,10 @@ class _Checkpointed(nn.Module):
         return x
 
 
-def _checkpointed() -> tuple[_Checkpointed, Any, Any, torch.Tensor]:
+def _checkpointed() -> tuple[_Selective, Any, Any, torch.Tensor]:
     """Like models, one plain, one sharded, the latter compiled; and a batch."""
     torch.manual_seed(0)
-    plain = _Checkpointed()
+    plain = _Selective()
     sharded = copy.deepcopy(plain)
     for block in sharded.blocks:
         fully_shard(block)
