@@ -92,7 +92,7 @@ def refuse_places_in_storage(gm: fx.GraphModule) -> None:
                 "torch.as_strided() of a parameter is given a storage_offset, which counts from the start of memory "
                 "that the parameter shares with others",
                 where=source_line(view),
-                instead="slice the flattened parameter from the offset on, and take the view of that, without an offset",
+                instead="slice the flattened parameter, and take a view of that without an offset",
             )
 
 

@@ -178,9 +178,13 @@ def _options(options: FSDPOptions) -> FSDPOptions:
     return options
 
 
+_IDS: Final = (torch.int32, torch.int64)
+"""Dtypes of tokens, which masks do not have."""
+
+
 def _tokens_of_a_sample(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     for leaf in tree_leaves((args, kwargs)):
-        if isinstance(leaf, torch.Tensor) and leaf.dim() > 1 and not leaf.is_floating_point() and leaf.shape[0]:
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > 1 and leaf.dtype in _IDS and leaf.shape[0]:
             return leaf.numel() // leaf.shape[0]
     return 1
 

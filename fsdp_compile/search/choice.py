@@ -253,7 +253,7 @@ class Ask:
     def choices(self) -> Iterator[Choice]:
         """Every way to shard and run a model, on whole hosts or equal parts of a host."""
         local = self.hardware.local_size
-        shards = [n for n in _divisors(self.gpus) if n % local == 0 or local % n == 0]
+        shards = [n for n in _divisors(self.gpus) if n == self.gpus or n % local == 0 or local % n == 0]
         offloads = Offload if Allowed.CPU_OFFLOAD in self.allow else (Offload.NOTHING,)
         formats = ("", GATHERED_IN.name) if Allowed.INT8_GATHERS in self.allow else ("",)
         kinds = [*itertools.product(_divisors(self.samples), Form, offloads, formats)]

@@ -13,7 +13,15 @@ from torch.distributed.tensor import DTensor
 from fsdp_compile._torch.tensors import by_device_and_dtype, foreach_lerp_, make_dtensor
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2.buffers import in_own_dtype
-from fsdp_compile.fsdp2.shards import full_value, is_first, local_of, shard_between_steps, shard_like, unwrap
+from fsdp_compile.fsdp2.shards import (
+    full_value,
+    is_first,
+    local_of,
+    plain_name,
+    shard_between_steps,
+    shard_like,
+    unwrap,
+)
 
 _COUNT, _PREFIX = "n_averaged", "module."
 """Names in state dicts, which are those of `torch.optim.swa_utils.AveragedModel`."""
@@ -113,7 +121,8 @@ class EMA:
             value = state.pop(name)
             full = full_value(value) if isinstance(value, DTensor) else value
             if receives:
-                state[name] = full.to("cpu" if cpu_offload else full.device) if isinstance(full, torch.Tensor) else full
+                own = full.to("cpu" if cpu_offload else full.device) if isinstance(full, torch.Tensor) else full
+                state[plain_name(name)] = own
         return state
 
     @torch.no_grad()

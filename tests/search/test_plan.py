@@ -230,7 +230,7 @@ def test_what_is_given_is_not_combined_with_what_it_excludes() -> None:
 
 
 def test_one_shard_is_sent_nowhere() -> None:
-    fit = _plan(gpus=3, tokens_per_step=3, allow=["int8_gathers"])
+    fit = _plan(gpus=1, tokens_per_step=1, allow=["int8_gathers"])
     assert {c.choice.gather_format for c in fit.best} == {""}
 
 
@@ -316,3 +316,8 @@ def test_the_code_has_the_whole_policy_and_the_link() -> None:
 def test_the_command_refuses_what_is_no_number_or_name(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*COMMAND.split(), *wrong.split()]) == 2
     assert "instead" in capsys.readouterr().err
+
+
+def test_all_gpus_shard_also_where_they_fill_no_whole_hosts() -> None:
+    six = dataclasses.replace(_ask(memory_bytes=1.0, samples=6), gpus=6, hardware=hardware("h100-sxm", "ib-400"))
+    assert {choice.shards for choice in six.choices()} == {2, 6}
