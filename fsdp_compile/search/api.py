@@ -178,13 +178,10 @@ def _options(options: FSDPOptions) -> FSDPOptions:
     return options
 
 
-_IDS: Final = (torch.int32, torch.int64)
-"""Dtypes of tokens, which masks do not have."""
-
-
 def _tokens_of_a_sample(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     for leaf in tree_leaves((args, kwargs)):
-        if isinstance(leaf, torch.Tensor) and leaf.dim() > 1 and leaf.dtype in _IDS and leaf.shape[0]:
+        is_batch = isinstance(leaf, torch.Tensor) and leaf.dim() > 1 and leaf.shape[0]
+        if is_batch and not leaf.is_floating_point() and leaf.dtype is not torch.bool:  # of masks
             return leaf.numel() // leaf.shape[0]
     return 1
 

@@ -24,7 +24,7 @@ from fsdp_compile.errors import ConfigError
 from fsdp_compile.layout.spec import Reshard
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.search import search as searching
-from fsdp_compile.search.api import Fit, _explained
+from fsdp_compile.search.api import Fit, _explained, _tokens_of_a_sample
 from fsdp_compile.search.choice import Ask, Choice, Form, Offload
 from fsdp_compile.search.search import Program, Search
 from tests.cost.test_calibrated import FOUND
@@ -321,3 +321,8 @@ def test_the_command_refuses_what_is_no_number_or_name(wrong: str, capsys: pytes
 def test_all_gpus_shard_also_where_they_fill_no_whole_hosts() -> None:
     six = dataclasses.replace(_ask(memory_bytes=1.0, samples=6), gpus=6, hardware=hardware("h100-sxm", "ib-400"))
     assert {choice.shards for choice in six.choices()} == {2, 6}
+
+
+def test_tokens_are_counted_in_ids_and_not_in_masks() -> None:
+    mask, ids = torch.ones(2, 1, 128, 128, dtype=torch.bool), torch.zeros(2, 128, dtype=torch.int64)
+    assert _tokens_of_a_sample((mask,), {"input_ids": ids}) == 128

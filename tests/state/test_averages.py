@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from fsdp_compile import fully_shard
+from fsdp_compile import EMA, fully_shard
 from tests import long
+from tests.fake_world import fake_world
 from tests.ranks import on_ranks
 from tests.two_sides import compile_eagerly, whole
 
@@ -111,3 +112,12 @@ def test_copies_of_sharded_models_are_refused() -> None:
     for copied in (copy.deepcopy, AveragedModel):
         with pytest.raises(AssertionError, match="does not support deepcopy"):  # FSDP2's own
             copied(model)
+
+
+def test_full_averages_have_the_names_of_the_plain_model() -> None:
+    with fake_world(2):
+        model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+        model.register_module("0", torch.compile(model[0], backend="eager"))  # type: ignore[arg-type]
+        names = list(EMA(model, decay=0.5).full_state_dict())
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    assert names == list(AveragedModel(plain).state_dict())
