@@ -65,6 +65,24 @@ def after_this_backward(call: Callable[[], object]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(functools.partial(_call_in_python, call))
 
 
+def after_outermost_backward(call: Callable[[], object]) -> None:
+    """As `after_this_backward`, but once those end in which the current one runs: reentrant checkpointing nests them."""
+
+    def end() -> None:
+        node = torch._C._current_autograd_node()
+        if node is None:
+            call()
+            return
+
+        def after_node(*_: object) -> None:
+            hook.remove()
+            after_outermost_backward(call)
+
+        hook = node.register_hook(after_node)
+
+    after_this_backward(end)
+
+
 @torch.compiler.disable
 def _call_in_python(call: Callable[[], object]) -> None:
     # Dynamo watches a backward that a compiled function calls.

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from fsdp_compile._torch.autograd import after_this_backward, backward_in_progress
+from fsdp_compile._torch.autograd import after_outermost_backward, after_this_backward, backward_in_progress
 from fsdp_compile._torch.distributed import collectives
 from fsdp_compile.layout.profiler_ranges import Range, profiled
 
@@ -287,13 +287,9 @@ class Pipeline:
         task = backward_in_progress()
         if task != -1 and task not in self._arriving:
             self._arriving[task] = {}
-            after_this_backward(lambda: self._leave_backward(task))
+            after_this_backward(lambda: self._arriving.pop(task, None))
+            after_outermost_backward(self._end_backward)
         return task
-
-    def _leave_backward(self, task: int) -> None:
-        self._arriving.pop(task, None)
-        if not self._arriving:  # else it ran inside of another one
-            self._end_backward()
 
     def _end_backward(self) -> None:
         for reduction in self._running:

@@ -122,6 +122,17 @@ def test_numbers_of_updates_in_backward() -> None:
         pair.compare_parameters()
 
 
+@on_ranks()
+def test_reentrant_blocks_reduce_gradients_of_microbatches_once() -> None:
+    """Not at the end of each backward that runs inside of the model's."""
+    pair = by_blocks(pair_of(_Reentrant))
+    got: list[nn.Parameter] = []
+    for parameter in pair.model.parameters():
+        parameter.register_post_accumulate_grad_hook(got.append)
+    pair.train(pair.call, pair.call, steps=2)
+    assert len(got) == 2 * len(list(pair.model.parameters()))
+
+
 # How blocks come to be compiled one by one.
 
 
