@@ -66,7 +66,7 @@ def after_this_backward(call: Callable[[], object]) -> None:
 
 
 def after_outermost_backward(call: Callable[[], object]) -> None:
-    """As `after_this_backward`, but once those end in which the current one runs: reentrant checkpointing nests them."""
+    """As `after_this_backward`, but when those end, too, in which it runs: reentrant checkpointing nests them."""
 
     def end() -> None:
         node = torch._C._current_autograd_node()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._pytree import tree_leaves, tree_map
@@ -56,32 +56,6 @@ def note_gathered(result: torch.Tensor) -> None:
 def is_gathered(value: object) -> bool:
     """Whether a value is a gathered parameter that a graph has returned."""
     return hasattr(value, "_is_gathered")
-
-
-def is_plain_fake(value: object) -> bool:
-    """Whether shape, strides, dtype and device say everything about a fake tensor."""
-    return (
-        type(value) is FakeTensor
-        and value.layout is torch.strided
-        and not (value.requires_grad or value.dtype.is_complex)
-        and value.constant is None
-        and value.real_tensor is None
-    )
-
-
-def fake_tensor(
-    like: FakeTensor, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, *, begin: Any = None
-) -> FakeTensor:
-    """A fake tensor on the device of `like`, in memory of its own, or in that of `like` from element `begin` on."""
-    mode, device = like.fake_mode, like.device
-    # As torch makes those whose metadata it has cached.
-    with in_kernel_invocation_manager(mode):
-        if begin is None:
-            made = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-        else:
-            made = torch.empty((), dtype=dtype, device="meta")
-            made.set_(like.untyped_storage(), begin, shape, strides)
-    return FakeTensor(mode, made, device)
 
 
 def memory_id(tensor: torch.Tensor) -> int:

@@ -12,7 +12,6 @@ from torch import fx
 from torch.utils._pytree import tree_map
 
 from fsdp_compile._torch.dynamo import detect_fake_mode
-from fsdp_compile.ir.fake_values import known_value
 from fsdp_compile.ir.graph import KEY, Record, Role, role_of
 from fsdp_compile.ir.queries import TEXT_POSITION, kept_order
 
@@ -54,9 +53,6 @@ class GraphBuilder:
 
 def infer_value(node: fx.Node) -> Any:
     """The fake result of a node, from the fake values of its inputs."""
-    known = known_value(node)
-    if known is not None:
-        return known
     args, kwargs = tree_map(lambda a: a.meta["val"] if isinstance(a, fx.Node) else a, (node.args, node.kwargs))
     mode = detect_fake_mode([source.meta.get("val") for source in node.all_input_nodes])
     if mode is None:

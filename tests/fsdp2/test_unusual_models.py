@@ -298,7 +298,8 @@ QUESTIONS: dict[str, Callable[[_Asks], int]] = {
     "in a list": lambda m: 2 if any(p is m.own for p in m.parameters()) else 1,
     "in a set": lambda m: len({m.a.weight, m.b.weight, m.a.bias, m.b.bias}),
     "in a set of all": lambda m: 2 if m.own in set(m.parameters()) else 1,
-    "in a dict": lambda m: dict[object, int](zip(m.parameters(), range(9), strict=False))[m.a.weight] + 1,
+    # A list: at this graph break Dynamo would walk over all that a generator refers to, its module's globals too.
+    "in a dict": lambda m: dict[object, int](zip(list(m.parameters()), range(9), strict=False))[m.a.weight] + 1,
     "a read before others": _key_of_a_kept_read,
     "ids": _ids_with_reads_between,
     "how many ids": lambda m: len({id(p) for p in m.parameters()}),
