@@ -69,7 +69,7 @@ def after_outermost_backward(call: Callable[[], object]) -> None:
     """As `after_this_backward`, but when those end, too, in which it runs: reentrant checkpointing nests them."""
 
     def end() -> None:
-        node = torch._C._current_autograd_node()
+        node: Any = torch._C._current_autograd_node()
         if node is None:
             call()
             return

@@ -288,6 +288,11 @@ def _key_of_a_kept_read(model: _Asks) -> int:
     return 2 if model.own in places else 1
 
 
+def _place_in_a_dict(model: _Asks) -> int:
+    places: dict[object, int] = {p: place for place, p in enumerate(model.parameters())}
+    return places[model.a.weight] + 1
+
+
 QUESTIONS: dict[str, Callable[[_Asks], int]] = {
     "isinstance": lambda m: 2 if isinstance(m.own, nn.Parameter) else 1,
     "isinstance, of a result": lambda m: 2 if isinstance(m.own * 1, nn.Parameter) else 1,
@@ -298,8 +303,7 @@ QUESTIONS: dict[str, Callable[[_Asks], int]] = {
     "in a list": lambda m: 2 if any(p is m.own for p in m.parameters()) else 1,
     "in a set": lambda m: len({m.a.weight, m.b.weight, m.a.bias, m.b.bias}),
     "in a set of all": lambda m: 2 if m.own in set(m.parameters()) else 1,
-    # A list: at this graph break Dynamo would walk over all that a generator refers to, its module's globals too.
-    "in a dict": lambda m: dict[object, int](zip(list(m.parameters()), range(9), strict=False))[m.a.weight] + 1,
+    "in a dict": _place_in_a_dict,
     "a read before others": _key_of_a_kept_read,
     "ids": _ids_with_reads_between,
     "how many ids": lambda m: len({id(p) for p in m.parameters()}),
