@@ -153,7 +153,8 @@ def test_many_models_leave_nothing_behind() -> None:
     alive.append(_alive())
     assert left == []
     assert alive[0] == alive[1]
-    assert opened[0] == opened[1]
+    # There may be fewer: earlier tests of this process may have left some.
+    assert all(after <= opened[0][kind] for kind, after in opened[1].items())
 
 
 _WORLDS = 3
