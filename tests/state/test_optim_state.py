@@ -415,7 +415,7 @@ def test_rekeying_refuses_what_would_mix_parameters_up() -> None:
 
 def test_rekeying_many_parameters_takes_time_in_proportion() -> None:
     plain = nn.ParameterList(torch.zeros(()) for _ in range(20_000))
-    state = {"state": {number: {} for number in range(len(plain))}}
+    state: dict[str, Any] = {"state": {number: {} for number in range(len(plain))}}
     before_s = time.process_time()
     assert list(rekey_optim_state_dict(state, NAMES, plain)["state"]) == [name for name, _ in plain.named_parameters()]
     assert time.process_time() - before_s < 5, "27 s where each name is looked for among all"
