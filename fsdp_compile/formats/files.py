@@ -10,10 +10,11 @@ import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from fsdp_compile.errors import CheckpointError, FSDPCompileError
+from fsdp_compile.errors import CheckpointError, ConfigError, FSDPCompileError
 
 MARKER = "complete.json"
 _REFUSED = re.compile(r"(?:unsupported GLOBAL|Unsupported global: GLOBAL|unsupported class) ([\w.]+)")
@@ -112,6 +113,13 @@ def size_of(path: Path) -> int:
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(f"{path} is no regular file")
     return status.st_size
+
+
+def require_safetensors() -> None:
+    """Raise a `ConfigError` if the package safetensors, which is optional, is not installed."""
+    if find_spec("safetensors") is None:
+        instead = "pip install 'fsdp-compile[safetensors]'"
+        raise ConfigError("this takes the package safetensors, which is not installed", instead=instead)
 
 
 def sync(path: Path) -> None:
