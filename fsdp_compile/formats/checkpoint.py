@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from fsdp_compile._torch.distributed import flatten_state_dict, load_state_dict
 from fsdp_compile.errors import CheckpointError, ConfigError
 from fsdp_compile.formats.dcp import METADATA, SafePlanner, SafeReader
-from fsdp_compile.formats.files import MARKER, check_contents, naming, read_marker, require_safetensors, size_of
+from fsdp_compile.formats.files import MARKER, naming, read_marker, require_safetensors, size_of
 
 INDEX: Final = "model.safetensors.index.json"
 SUFFIX: Final = ".safetensors"
@@ -71,14 +71,9 @@ class Checkpoint:
                 _check_sums(file, str(self.path))
         if self.reader is None:
             return
-        stored = self.reader.read_metadata().storage_data
         if (self.path / MARKER).exists():
-            digests = read_marker(self.path).files
-            for name, digest in digests.items():
-                check_contents(self.path / name, digest)
-            if left := {METADATA, *(info.relative_path for info in stored.values())} - digests.keys():
-                raise CheckpointError(f"{self.path / MARKER} does not name {min(left)}")
-        for index, info in stored.items():
+            self.reader.check(read_marker(self.path).files)
+        for index, info in self.reader.read_metadata().storage_data.items():
             path = self.path / info.relative_path
             with naming("read", path), path.open("rb") as file:
                 dtype = getattr(self.values.get(index.fqn), "dtype", None)

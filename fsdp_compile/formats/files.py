@@ -27,13 +27,22 @@ def naming(what: str, path: Path) -> Iterator[None]:
         yield
     except FSDPCompileError:
         raise
-    except BaseException as raised:  # torch's CheckpointException is no Exception, and torch not imported here
-        failures: Any = getattr(raised, "failures", None)
-        if not (failures or isinstance(raised, Exception)):
+    except BaseException as raised:
+        if not (hasattr(raised, "failures") or isinstance(raised, Exception)):
             raise
-        error = failures[min(failures)][0] if failures else raised
-        file = error.filename if isinstance(error, OSError) and isinstance(error.filename, str) else path
-        raise CheckpointError(f"cannot {what} {file}: {cause_of(error)}") from None
+        raise CheckpointError(named(raised, f"cannot {what}", path)) from None
+
+
+def named(raised: BaseException, what: str, path: Path) -> str:
+    """What was raised, as "{what} {path}: why"; of a `CheckpointException`, what was on the first rank, `{rank}`."""
+    # That class of torch is no `Exception`, and torch is not imported here.
+    failures: Any = getattr(raised, "failures", {0: (raised, None)})
+    rank = min(failures)
+    error = failures[rank][0]
+    if isinstance(error, CheckpointError):
+        return error.what
+    file = error.filename if isinstance(error, OSError) and isinstance(error.filename, str) else path
+    return f"{what.format(rank=rank)} {file}: {cause_of(error)}"
 
 
 def cause_of(error: BaseException) -> str:
