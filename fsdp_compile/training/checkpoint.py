@@ -8,7 +8,6 @@ from __future__ import annotations
 import concurrent.futures
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -155,12 +154,17 @@ def load_checkpoint(
     """
     skipped: list[str] = []
     for checkpoint in world.gather(folder.candidates())[0]:
+        reader, problem = SafeReader(checkpoint), None
         try:
-            reader = _verified(folder, checkpoint, world)
-            state = _state(model, optimizer)
-            dcp.load(state, storage_reader=reader, planner=SafePlanner())
+            reader.check(folder.read_marker(checkpoint).files, world.rank, world.size)
         except CheckpointError as error:
-            skipped.append(error.what)
+            problem = error.what
+        if problems := list(filter(None, world.gather(problem))):
+            skipped.append(problems[0])
+            continue
+        state = _state(model, optimizer)
+        try:
+            dcp.load(state, storage_reader=reader, planner=SafePlanner())
         except CheckpointException as error:
             skipped.append(named(error, "rank {rank} cannot load", checkpoint))
         else:
@@ -186,17 +190,3 @@ class _FinitePlanner(DefaultSavePlanner):
                 where = f"{name} has values on rank {dist.get_rank()} that are not finite"
                 raise CheckpointError(f"{where}, so that no checkpoint is written")
         return super().create_local_plan()
-
-
-def _verified(folder: CheckpointFolder, checkpoint: Path, world: World) -> SafeReader:
-    """A reader of a checkpoint whose files are what was written, or `CheckpointError` on all ranks."""
-    reader = SafeReader(checkpoint)
-    problem = None
-    try:
-        reader.check(folder.read_marker(checkpoint).files, world.rank, world.size)
-    except CheckpointError as error:
-        problem = error.what
-    for found in world.gather(problem):
-        if found is not None:
-            raise CheckpointError(found)
-    return reader
