@@ -133,13 +133,6 @@ _HOMES: Final = {
     "whole_step": "fsdp_compile.optim.whole_step",
 }
 """Where each public name is defined. Importing the package loads none of these: a name's first use does."""
-_REMOVED: Final = {
-    "ShardedModule": "torch.distributed.fsdp.FSDPModule",
-    "UnshardHandle": "torch.distributed.fsdp.UnshardHandle",
-    "load_from_rank0": "torch.distributed.checkpoint.state_dict.set_model_state_dict(model, state, "
-    "options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)), with {} as state on the other ranks",
-}
-"""Public names of earlier releases, and what to write instead."""
 
 
 class _Package(ModuleType):
@@ -156,8 +149,6 @@ class _Package(ModuleType):
 
 def _load(name: str) -> Any:
     """A public name at its first use; afterwards it is an ordinary attribute."""
-    if name in _REMOVED:
-        raise _load("ConfigError")(f"{name} was removed", where=f"{__name__}.{name}", instead=_REMOVED[name])
     if name == "__version__":
         from importlib.metadata import version
 

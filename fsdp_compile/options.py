@@ -41,12 +41,6 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "activations": ("auto", "saved"),
     "embedding": ("gathered", "sharded"),
 }
-_REMOVED = {
-    "refine_after": "`hardware=` with a file of `fsdp-compile calibrate`",
-    "share_code": "`regions='blocks'`, with which like blocks share one compile",
-    "unshard_after_step": "call `model.unshard(async_op=True)` after `optimizer.step()`",
-}
-"""Options of the release before this one, and what takes their place."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -172,8 +166,7 @@ class FSDPOptions:
         """Checks what `torch.compile` was given.
 
         Raises:
-            ConfigError: For an unknown name (with the nearest known one), a removed option (with what takes its place)
-                or a value out of range.
+            ConfigError: For an unknown name (with the nearest known one) or a value out of range.
         """
         if isinstance(options, FSDPOptions):
             return options
@@ -185,8 +178,6 @@ class FSDPOptions:
             if name in _BEFORE_COMPILING:
                 what = f"{name!r} is no option of a compile: Dynamo has traced the model before a backend could use it"
                 instead = f"fully_shard(model, {name}=...) before torch.compile"
-            elif name in _REMOVED:
-                what, instead = f"option {name!r} was removed", _REMOVED[name]
             else:
                 near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.4)
                 what, instead = f"unknown option {name!r}", repr(near[0]) if near else f"one of {', '.join(known)}"

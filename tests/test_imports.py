@@ -121,14 +121,6 @@ def test_a_name_that_is_missing_is_named_as_python_does_it() -> None:
     assert fsdp_compile.errors.ConfigError is fsdp_compile.ConfigError  # an imported module is an attribute as ever
 
 
-@pytest.mark.parametrize("name", fsdp_compile._REMOVED)
-def test_a_name_that_was_removed_says_what_to_write_instead(name: str) -> None:
-    with pytest.raises(fsdp_compile.ConfigError, match=f"{name} was removed") as caught:
-        getattr(fsdp_compile, name)
-    assert caught.value.instead == fsdp_compile._REMOVED[name]
-    assert name not in dir(fsdp_compile)
-
-
 IMPORTS_OF_EXPLAIN = """
 import fsdp_compile
 import fsdp_compile.explain

@@ -91,21 +91,6 @@ def test_a_bad_value_is_refused_with_what_is_allowed(name: str, value: Any, allo
     assert name in str(caught.value.where)
 
 
-@pytest.mark.parametrize(
-    ("name", "replacement"),
-    [
-        ("refine_after", "fsdp-compile calibrate"),
-        ("unshard_after_step", "unshard(async_op=True)"),
-        ("share_code", "regions='blocks'"),
-    ],
-)
-def test_a_removed_option_is_refused_with_what_takes_its_place(name: str, replacement: str) -> None:
-    with pytest.raises(ConfigError, match="was removed") as caught:
-        FSDPOptions.from_dict({name: None})
-    assert name in caught.value.what
-    assert replacement in str(caught.value.instead)
-
-
 @pytest.mark.parametrize("given", [{"mode": "max-autotune"}, {"options": {"inductor": {"cpp.threads": 1}}}])
 def test_settings_of_inductor_are_refused_where_it_is_not_used(given: dict[str, Any]) -> None:
     from fsdp_compile.backend import fsdp

@@ -8,7 +8,6 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -185,12 +184,6 @@ def _check_convert(arguments: argparse.Namespace) -> None:
         )
     if arguments.drop_others and to != "safetensors":
         raise ConfigError(f"{to} has a place for other values", where="--drop-others", instead="leave it out")
-    if to == "safetensors" and find_spec("safetensors") is None:
-        raise ConfigError(
-            "this takes the package safetensors, which is not installed",
-            where="--to",
-            instead="pip install 'fsdp-compile[safetensors]'",
-        )
 
 
 def _described(checkpoint: Checkpoint) -> dict[str, Any]:

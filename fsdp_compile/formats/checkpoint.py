@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from fsdp_compile._torch.distributed import flatten_state_dict, load_state_dict
 from fsdp_compile.errors import CheckpointError, ConfigError
 from fsdp_compile.formats.dcp import METADATA, SafePlanner, SafeReader
-from fsdp_compile.formats.files import MARKER, check_contents, naming, read_marker, size_of
+from fsdp_compile.formats.files import MARKER, naming, read_marker, require_safetensors, size_of
 
 INDEX: Final = "model.safetensors.index.json"
 SUFFIX: Final = ".safetensors"
@@ -71,14 +71,9 @@ class Checkpoint:
                 _check_sums(file, str(self.path))
         if self.reader is None:
             return
-        stored = self.reader.read_metadata().storage_data
         if (self.path / MARKER).exists():
-            digests = read_marker(self.path).files
-            for name, digest in digests.items():
-                check_contents(self.path / name, digest)
-            if left := {METADATA, *(info.relative_path for info in stored.values())} - digests.keys():
-                raise CheckpointError(f"{self.path / MARKER} does not name {min(left)}")
-        for index, info in stored.items():
+            self.reader.check(read_marker(self.path).files)
+        for index, info in self.reader.read_metadata().storage_data.items():
             path = self.path / info.relative_path
             with naming("read", path), path.open("rb") as file:
                 dtype = getattr(self.values.get(index.fqn), "dtype", None)
@@ -97,7 +92,7 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
         path: A folder of DCP, a file of `torch.save` (torch 1.6 or later), a file of safetensors, or a folder of them.
 
     Raises:
-        ConfigError: There is no such path.
+        ConfigError: There is no such path, or the package to read it.
         CheckpointError: It is no checkpoint, or not what was written, or says too little to be read by others.
     """
     path = Path(path)
@@ -126,7 +121,7 @@ def verify_checkpoint(path: Path | str, *, finite: bool = False) -> Checkpoint:
     once, an index says what is in files, and every value can be read. With `finite` none is infinite or NaN.
 
     Raises:
-        ConfigError: There is no such path.
+        ConfigError: There is no such path, or the package to read it.
         CheckpointError: The first problem, with file and cause.
     """
     checkpoint = open_checkpoint(path)
@@ -229,8 +224,9 @@ def _open_safetensors(path: Path) -> Checkpoint:
 
 def _mapped(file: Path) -> dict[str, Tensor]:
     """The tensors of a file of safetensors."""
+    require_safetensors()
     with naming("read", file):
-        from safetensors import safe_open  # which is optional
+        from safetensors import safe_open
 
         size_of(file)
         with safe_open(file, framework="pt") as opened:

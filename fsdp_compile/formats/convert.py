@@ -29,7 +29,7 @@ from fsdp_compile.formats.checkpoint import (
     tied,
 )
 from fsdp_compile.formats.dcp import NamingFiles, NamingWriter
-from fsdp_compile.formats.files import naming, sync
+from fsdp_compile.formats.files import naming, require_safetensors, sync
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,8 @@ def convert_checkpoint(
 
     Args:
         source: What `open_checkpoint` reads.
-        target: A path that is free. For safetensors a file if it ends in .safetensors, else a folder; for dcp a folder.
+        target: A path that is free. For safetensors a file if it ends in .safetensors, else a folder; for dcp a folder;
+            for torch a file of another ending.
         options: What is taken, and how it is written.
 
     Returns:
@@ -77,6 +78,11 @@ def convert_checkpoint(
     """
     target = Path(target)
     _check_free(target)
+    if options.to is Format.SAFETENSORS:
+        require_safetensors()
+    if options.to is Format.TORCH and target.suffix in (SUFFIX, ".distcp"):
+        what = f"a file of torch.save whose name ends in {target.suffix} is taken for one of another format"
+        raise ConfigError(what, where="DST", instead="a name that ends otherwise, as .pt")
     checkpoint = open_checkpoint(source)
     places, left_out = _selected(checkpoint, options)
     checkpoint.check_files()

@@ -10,7 +10,7 @@ import io
 import pickle
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -24,6 +24,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import ReadItem
 
 from fsdp_compile._torch.distributed import MemoryFormat, StorageInfo
+from fsdp_compile.errors import CheckpointError
+from fsdp_compile.formats.files import MARKER, FileDigest, check_contents, naming
 
 METADATA = ".metadata"
 
@@ -51,6 +53,16 @@ class SafeReader(FileSystemReader):
                 what = f"{type(error).__name__}: {error}"
                 raise pickle.UnpicklingError(f"it is no metadata of a checkpoint ({what})") from None
         return self._metadata
+
+    def check(self, files: Mapping[str, FileDigest], rank: int = 0, ranks: int = 1) -> None:
+        """Raise a `CheckpointError` unless the metadata and a rank's share of the other files are what was written."""
+        path = Path(self.path)
+        for name in sorted({METADATA, *sorted(files)[rank::ranks]} & files.keys()):
+            check_contents(path / name, files[name])
+        with naming("read", path / METADATA):
+            stored = self.read_metadata().storage_data.values()
+        if left := {METADATA, *(info.relative_path for info in stored)} - files.keys():
+            raise CheckpointError(f"{path / MARKER} does not name {min(left)}")
 
 
 class SafePlanner(DefaultLoadPlanner):

@@ -10,10 +10,11 @@ import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from fsdp_compile.errors import CheckpointError, FSDPCompileError
+from fsdp_compile.errors import CheckpointError, ConfigError, FSDPCompileError
 
 MARKER = "complete.json"
 _REFUSED = re.compile(r"(?:unsupported GLOBAL|Unsupported global: GLOBAL|unsupported class) ([\w.]+)")
@@ -26,13 +27,22 @@ def naming(what: str, path: Path) -> Iterator[None]:
         yield
     except FSDPCompileError:
         raise
-    except BaseException as raised:  # torch's CheckpointException is no Exception, and torch not imported here
-        failures: Any = getattr(raised, "failures", None)
-        if not (failures or isinstance(raised, Exception)):
+    except BaseException as raised:
+        if not (hasattr(raised, "failures") or isinstance(raised, Exception)):
             raise
-        error = failures[min(failures)][0] if failures else raised
-        file = error.filename if isinstance(error, OSError) and isinstance(error.filename, str) else path
-        raise CheckpointError(f"cannot {what} {file}: {cause_of(error)}") from None
+        raise CheckpointError(named(raised, f"cannot {what}", path)) from None
+
+
+def named(raised: BaseException, what: str, path: Path) -> str:
+    """What was raised, as "{what} {path}: why"; of a `CheckpointException`, what was on the first rank, `{rank}`."""
+    # That class of torch is no `Exception`, and torch is not imported here.
+    failures: Any = getattr(raised, "failures", {0: (raised, None)})
+    rank = min(failures)
+    error = failures[rank][0]
+    if isinstance(error, CheckpointError):
+        return error.what
+    file = error.filename if isinstance(error, OSError) and isinstance(error.filename, str) else path
+    return f"{what.format(rank=rank)} {file}: {cause_of(error)}"
 
 
 def cause_of(error: BaseException) -> str:
@@ -112,6 +122,13 @@ def size_of(path: Path) -> int:
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(f"{path} is no regular file")
     return status.st_size
+
+
+def require_safetensors() -> None:
+    """Raise a `ConfigError` if the package safetensors, which is optional, is not installed."""
+    if find_spec("safetensors") is None:
+        instead = "pip install 'fsdp-compile[safetensors]'"
+        raise ConfigError("this takes the package safetensors, which is not installed", instead=instead)
 
 
 def sync(path: Path) -> None:

@@ -27,6 +27,7 @@ from transformers.distributed import DistributedConfig
 
 from fsdp_compile.errors import CheckpointError, ConfigError
 from fsdp_compile.formats.dcp import SafePlanner, SafeReader
+from fsdp_compile.formats.files import named
 from fsdp_compile.fsdp2.module_class import user_class
 from fsdp_compile.sharding.fully_shard import fully_shard
 from fsdp_compile.state.full_params import full_params
@@ -217,10 +218,8 @@ def _load(state: dict[str, Any], folder: Path) -> None:
     try:
         dcp.load(state, storage_reader=SafeReader(folder), planner=SafePlanner())
     except CheckpointException as error:
-        rank = min(error.failures)
-        cause = error.failures[rank][0]
         raise CheckpointError(
-            f"rank {rank} cannot load {folder}: {type(cause).__name__}: {cause}",
+            named(error, "rank {rank} cannot load", folder),
             where="Trainer.train(resume_from_checkpoint=...)",
             instead="an older checkpoint",
         ) from None

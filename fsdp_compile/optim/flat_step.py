@@ -131,7 +131,7 @@ class FlatStep:
 
     def _runs_of(self, number: int, parameters: Sequence[nn.Parameter], state: State) -> list[_Run]:
         """The runs of a group's sharded parameters that have gradients: those of the last step if nothing changed."""
-        trained = [p for p in parameters if isinstance(p, DTensor) and _has_plain_memory(p)]
+        trained = [p for p in parameters if isinstance(p, DTensor) and has_plain_memory(p)]
         # Not by number: what has gone may have left its number to another one.
         key = [part for p in trained if p.grad is not None for part in (p, local_tensor(p), p.grad.dtype)]
         before, runs = self._runs.get(number, ([], []))
@@ -143,7 +143,7 @@ class FlatStep:
         return runs
 
 
-def _has_plain_memory(param: DTensor) -> bool:
+def has_plain_memory(param: DTensor) -> bool:
     """Whether a parameter and its gradient are this rank's plain tensors: subclasses have operators of their own."""
     gradient = param.grad
     if not isinstance(gradient, DTensor) or gradient.placements != param.placements:

@@ -32,6 +32,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_compile._torch.tensors import local_tensor, new_dtensor, tree_leaves, tree_map
 from fsdp_compile.fsdp2.shards import is_number, union
+from fsdp_compile.optim.flat_step import has_plain_memory
 from fsdp_compile.optim.updates import Job, Updates
 
 Cost = Callable[[torch.Size], float]
@@ -255,13 +256,11 @@ class Owners:
 
 def place_of(parameter: DTensor, state: dict[Any, Any]) -> tuple[DeviceMesh, int, torch.device] | None:
     """The first arguments of the `Owners` of a parameter with a gradient; `None` if it stays."""
-    mesh, placements, gradient = parameter.device_mesh, parameter.placements, parameter.grad
+    mesh, placements = parameter.device_mesh, parameter.placements
     split = [dim for dim, placement in enumerate(placements) if not isinstance(placement, Replicate)]
     if mesh.ndim > 2 or len(split) != 1 or type(placements[split[0]]) is not Shard:
         return None
-    if not isinstance(gradient, DTensor) or gradient.placements != placements:
-        return None
-    if {type(local_tensor(parameter)), type(local_tensor(gradient))} != {torch.Tensor}:
+    if not has_plain_memory(parameter):
         return None
     sharded = [leaf for leaf in tree_leaves(state) if isinstance(leaf, DTensor)]
     if any(type(local_tensor(each)) is not torch.Tensor for each in sharded):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import nn, optim
 
@@ -11,10 +11,9 @@ from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2.module_class import refresh_reads
 from fsdp_compile.fsdp2.take_over import models
 from fsdp_compile.fsdp2.updates import UpdateHook, updater_of
-from fsdp_compile.optim.flat_step import require_elementwise
+from fsdp_compile.optim.flat_step import Chosen, require_elementwise
 
 _WHERE = "step_in_backward(optimizer)"
-Chosen = TypeVar("Chosen", bound=optim.Optimizer)
 
 
 def step_in_backward(optimizer: Chosen, *, elementwise: bool = False) -> Chosen:

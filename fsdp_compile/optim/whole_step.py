@@ -8,7 +8,7 @@ to one rank, which updates it (`owners.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import optim
@@ -17,13 +17,12 @@ from torch.distributed.tensor import DTensor
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2.shards import torch_params
 from fsdp_compile.fsdp2.stale import SEES_WHOLE
-from fsdp_compile.optim.flat_step import ELEMENTWISE, FlatStep, replace_step
+from fsdp_compile.optim.flat_step import ELEMENTWISE, Chosen, FlatStep, replace_step
 from fsdp_compile.optim.owners import Cost, Owners, matrix_cost, place_of
 from fsdp_compile.optim.updates import GroupRuns, Job, Updates
 
 PER_PARAMETER = (*ELEMENTWISE, optim.ASGD, optim.Adafactor, optim.Muon)
 """torch's optimizers whose update of a parameter depends on that parameter's value, gradient and state alone."""
-Chosen = TypeVar("Chosen", bound=optim.Optimizer)
 IsElementwise = Callable[[dict[str, Any]], bool]
 
 

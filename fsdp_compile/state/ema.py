@@ -58,7 +58,8 @@ class EMA:
         self.n_averaged = 0
         self._is_swapped_in = False
         self._averages: dict[str, torch.Tensor] = {}
-        self._averages = {name: _copy(value) for name, value in self._now("EMA(model)").items()}
+        now = self._now("EMA(model)").items()
+        self._averages = {name: _like(value, local_of(value).detach().clone()) for name, value in now}
 
     @torch.no_grad()
     def update(self) -> None:
@@ -157,10 +158,13 @@ class EMA:
         with in_own_dtype(self._model):
             now = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
         for name, value in now.items() if self._averages else ():
-            if name not in self._averages or _kind(value) != _kind(self._averages[name]):
+            average = self._averages.get(name)
+            if average is None or _kind(value) != _kind(average):
                 raise ConfigError(
                     "it was added, or is full or otherwise changed now", where=f"{where}, {name}", instead="EMA(model)"
                 )
+            if (value.device, value.dtype) != (average.device, average.dtype):  # the model was moved or cast
+                self._averages[name] = _like(value, local_of(average).to(local_of(value)))
         return now
 
     @torch.no_grad()
@@ -174,13 +178,12 @@ class EMA:
                 own.copy_(kept)
 
 
-def _copy(value: torch.Tensor) -> torch.Tensor:
-    copied = local_of(value).detach().clone()
-    return make_dtensor(copied, value) if isinstance(value, DTensor) else copied
+def _like(value: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    return make_dtensor(local, value) if isinstance(value, DTensor) else local
 
 
-def _kind(value: torch.Tensor) -> tuple[bool, torch.Size, torch.dtype]:
-    return isinstance(value, DTensor), local_of(value).shape, value.dtype
+def _kind(value: torch.Tensor) -> tuple[bool, torch.Size]:
+    return isinstance(value, DTensor), local_of(value).shape
 
 
 def _fits(given: Any, own: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -42,18 +43,16 @@ class NamedGroups:
         """What state dicts call the parameters, by name."""
         return {name: number for number, name in enumerate(name for group in self.groups for name in group)}
 
-    def name_of(self, key: object) -> str | None:
-        """The name of the parameter that a key of a state dict stands for; `None` for a key of the user's own."""
-        if isinstance(key, int):
-            return next((name for name, number in self.numbers.items() if number == key), None)
-        return self.first_names.get(key) if isinstance(key, str) else None
+    @functools.cached_property
+    def names(self) -> dict[Any, str]:
+        """The name of the parameter that a key of a state dict stands for, a number or a name."""
+        return {**self.first_names, **{number: name for name, number in self.numbers.items()}}
 
     def renamed(self, groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Copies of the groups of an optimizer's own state dict, with names in the place of numbers."""
         copies = [copy.deepcopy(dict(group)) for group in groups]
-        by_number = {number: name for name, number in self.numbers.items()}
         for group in copies:
-            group[PARAMS] = [by_number.get(key, key) for key in group[PARAMS]]
+            group[PARAMS] = [self.names.get(key, key) for key in group[PARAMS]]
         return copies
 
     def regrouped(
@@ -140,7 +139,7 @@ def rekey_optim_state_dict(
                 where=where,
                 instead="the optimizer that it was saved from (optim=...), made of the same groups in the same order",
             )
-        state = {named.name_of(key) or key: value for key, value in state.items()}
+        state = {named.names.get(key, key): value for key, value in state.items()}
         regrouped = None if groups is None else named.renamed(groups)
     else:
         keys, first = named.numbers, named.first_names

@@ -87,7 +87,7 @@ def optim_state_dict(
     given = optim.state_dict() if optim_state_dict is None else optim_state_dict
     require_state(given, where)
     named = target.named
-    by_name = {named.name_of(key) or key: state for key, state in given[STATE].items()}
+    by_name = {named.names.get(key, key): state for key, state in given[STATE].items()}
     unknown = [key for key in by_name if not isinstance(key, str)]
     if unknown:
         raise ConfigError(f"the state dict has state of parameter {unknown[0]}, which the optimizer lacks", where=where)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import concurrent.futures
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from fsdp_compile._torch.distributed import timeout_of
 from fsdp_compile.comm.groups import World
 from fsdp_compile.errors import CheckpointError, ConfigError
 from fsdp_compile.formats.dcp import METADATA, NamingWriter, SafePlanner, SafeReader
-from fsdp_compile.formats.files import MARKER, FileDigest, cause_of, check_contents, naming
+from fsdp_compile.formats.files import FileDigest, named
 from fsdp_compile.training.checkpoint_folder import CheckpointFolder, step_of
 
 
@@ -107,7 +106,7 @@ class Saves(NamingWriter):
             self._world.gather(None)  # the others wait: with the first rank that ends, a launcher ends all
             newest = self._folder.newest()
             raise CheckpointError(
-                _first_failure(error, "write a checkpoint"),
+                named(error, "rank {rank} cannot write", self._folder.partial),
                 where=f"step {self._step}",
                 instead=f"go on from {newest}, which is complete" if newest else None,
             ) from None
@@ -155,14 +154,19 @@ def load_checkpoint(
     """
     skipped: list[str] = []
     for checkpoint in world.gather(folder.candidates())[0]:
+        reader, problem = SafeReader(checkpoint), None
         try:
-            reader = _verified(folder, checkpoint, world)
-            state = _state(model, optimizer)
-            dcp.load(state, storage_reader=reader, planner=SafePlanner())
+            reader.check(folder.read_marker(checkpoint).files, world.rank, world.size)
         except CheckpointError as error:
-            skipped.append(error.what)
+            problem = error.what
+        if problems := list(filter(None, world.gather(problem))):
+            skipped.append(problems[0])
+            continue
+        state = _state(model, optimizer)
+        try:
+            dcp.load(state, storage_reader=reader, planner=SafePlanner())
         except CheckpointException as error:
-            skipped.append(_first_failure(error, f"load {checkpoint}"))
+            skipped.append(named(error, "rank {rank} cannot load", checkpoint))
         else:
             set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
             return step_of(checkpoint), skipped
@@ -186,38 +190,3 @@ class _FinitePlanner(DefaultSavePlanner):
                 where = f"{name} has values on rank {dist.get_rank()} that are not finite"
                 raise CheckpointError(f"{where}, so that no checkpoint is written")
         return super().create_local_plan()
-
-
-def _verified(folder: CheckpointFolder, checkpoint: Path, world: World) -> SafeReader:
-    """A reader of a checkpoint whose files are what was written, or `CheckpointError` on all ranks.
-
-    Each rank reads the metadata and its share of the other files.
-    """
-    reader = SafeReader(checkpoint)
-    problem = None
-    try:
-        files = folder.read_marker(checkpoint).files
-        if METADATA not in files:
-            raise CheckpointError(f"{checkpoint / MARKER} is damaged: it does not name {METADATA}")  # noqa: TRY301
-        for name in sorted({METADATA, *sorted(files)[world.rank :: world.size]}):
-            check_contents(checkpoint / name, files[name])
-        with naming("read", checkpoint / METADATA):
-            stored = reader.read_metadata().storage_data
-        if left := {info.relative_path for info in stored.values()} - files.keys():
-            problem = f"{checkpoint / METADATA} refers to {min(left)}, which is no part of the checkpoint"
-    except CheckpointError as error:
-        problem = error.what
-    for found in world.gather(problem):
-        if found is not None:
-            raise CheckpointError(found)
-    return reader
-
-
-def _first_failure(error: CheckpointException, what: str) -> str:
-    """What went wrong on the first rank on which something did, and with which file; the same on all ranks."""
-    rank = min(error.failures)
-    cause, _ = error.failures[rank]
-    if isinstance(cause, CheckpointError):
-        return cause.what
-    file = f"{cause.filename}: " if isinstance(cause, OSError) and cause.filename is not None else ""
-    return f"rank {rank} cannot {what}: {file}{cause_of(cause)}"

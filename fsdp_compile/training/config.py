@@ -10,8 +10,8 @@ from typing import Any
 
 from fsdp_compile.errors import ConfigError
 
-FIXED = frozenset({"data", "batch_size", "seq_len", "width", "layers", "heads", "seed", "eval_batches"})
-"""Options that a resumed run cannot change: it would be another run."""
+FIXED = frozenset({"batch_size", "seq_len", "width", "layers", "heads", "seed", "eval_batches"})
+"""Options that a resumed run cannot change: it would be another run. Its text may have moved."""
 INF = math.inf
 
 

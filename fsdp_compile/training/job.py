@@ -173,7 +173,8 @@ def _job(run: Run, folder: Path, placement: Placement, device: DeviceKind) -> Jo
 
     fingerprint = read_corpus(run.options.data, run.options.seq_len).fingerprint
     if run.text_fingerprint not in ("", fingerprint):
-        raise ConfigError("the text is not that which the run began with", where="--data", instead="a new run")
+        instead = "--data with the text that it began with, or a new run"
+        raise ConfigError("the text is not that which the run began with", where="--data", instead=instead)
     resolved = device.resolve(placement.started_here or placement.ranks)
     return Job(run=replace(run, text_fingerprint=fingerprint), folder=folder, ranks=placement.ranks, device=resolved)
 

@@ -104,9 +104,13 @@ def test_convert_says_what_it_wrote_and_left_out(file: Path, call: Call) -> None
 
 
 def test_safetensors_that_are_not_installed_are_named(file: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fsdp_compile.cli.checkpoint.find_spec", lambda _: None)
-    error = call(f"checkpoint convert {file} {file.parent / 'b'} --to safetensors --part model", status=2)
-    assert "pip install 'fsdp-compile[safetensors]'" in error
+    written = file.with_suffix(".safetensors")
+    call(f"checkpoint convert {file} {written} --to safetensors --part model")
+    monkeypatch.setattr("fsdp_compile.formats.files.find_spec", lambda _: None)
+    folder = file.parent
+    for line in (f"convert {file} {folder / 'b'} --to safetensors", f"convert {written} {folder / 'b'} --to dcp"):
+        assert "pip install 'fsdp-compile[safetensors]'" in call(f"checkpoint {line}", status=2)
+    assert "pip install 'fsdp-compile[safetensors]'" in call(f"checkpoint verify {written}", status=2)
 
 
 GRAPH = """\

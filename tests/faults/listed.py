@@ -61,7 +61,7 @@ _COMMAND: dict[str, tuple[str, str | None]] = {
     "FAIL_AT": (r"rank 1 failed(?s:.)*RuntimeError: trouble on demand", None),
     "KILL_AT": ("rank 1 was ended by SIGKILL", None),
     "STOP_AT": ("rank 1 does not answer", None),
-    "FULL_AT": (r"CheckpointError: rank 1 cannot write a checkpoint: .*No space left on device", None),
+    "FULL_AT": (r"CheckpointError: rank 1 cannot write .*: No space left on device", None),
     "NAN_AT": (r"rank 0 is nan", None),
 }
 

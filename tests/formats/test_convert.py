@@ -232,6 +232,13 @@ def test_what_cannot_be_converted_is_refused_by_name(name: str, tmp_path: Path) 
     assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
 
 
+@pytest.mark.parametrize("ending", [".safetensors", ".distcp"])
+def test_a_name_of_another_format_is_refused(ending: str, tmp_path: Path) -> None:
+    torch.save({"weight": torch.ones(2)}, tmp_path / "a.pt")
+    with pytest.raises(ConfigError, match=f"whose name ends in {ending} is taken for one of another format"):
+        convert_checkpoint(tmp_path / "a.pt", tmp_path / f"b{ending}", TORCH)
+
+
 def test_optimizers_that_dcp_saved_by_position_are_refused_elsewhere(tmp_path: Path) -> None:
     dcp.save(NESTED, checkpoint_id=tmp_path / "a", no_dist=True)
     for options in (TORCH, replace(TORCH, part="optimizer")):

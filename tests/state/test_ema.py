@@ -53,15 +53,19 @@ def _reference(model: nn.Module) -> AveragedModel:
     return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
 
 
+@torch.no_grad()
+def _follow(followed: nn.Module, model: nn.Module) -> None:
+    for name, value in [*followed.named_parameters(), *followed.named_buffers()]:
+        value.copy_(_values(model)[name])
+
+
 def _check_updates(shape: tuple[int, ...]) -> None:
     """The averages of the values that the sharded model has, bit for bit."""
     model, followed = sharded(shape=shape), made()
     ema, theirs, optimizer = EMA(model, DECAY), _reference(followed), _optimizer(model)
     for seed in range(4):
         _step(model, optimizer, seed)
-        with torch.no_grad():
-            for name, value in [*followed.named_parameters(), *followed.named_buffers()]:
-                value.copy_(_values(model)[name])
+        _follow(followed, model)
         ema.update()
         theirs.update_parameters(followed)
     before = _values(model)
@@ -157,6 +161,21 @@ def test_buffers_that_are_cast_keep_their_precision() -> None:
         model.shift.add_(1)
     assert torch.equal(model.state_dict()["shift"], shift), "in full precision"
     assert not torch.equal(ema.state_dict()["module.shift"], shift)
+
+
+@on_ranks()
+def test_averages_follow_a_model_that_is_cast() -> None:
+    model, ema, _ = _trained(2)
+    theirs, followed = _reference(made()), made().double()
+    theirs.load_state_dict(ema.full_state_dict())
+    theirs.double()
+    model.double()
+    _follow(followed, model)
+    ema.update()
+    theirs.update_parameters(followed)
+    assert_same(ema.full_state_dict(), theirs.state_dict())
+    with ema.swapped_in():
+        assert_same(_values(model), _values(theirs.module))
 
 
 class WithExtraState(nn.Linear):

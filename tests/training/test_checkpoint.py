@@ -190,7 +190,7 @@ def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
 def test_a_full_disk_is_named_on_all_ranks_and_the_old_checkpoint_stays(tmp_path: Path, full: str) -> None:
     messages = run_ranks(_save_to_a_full_disk, tmp_path, full)
     rank = 1 if full.startswith("__1") else 0
-    what = f"rank {rank} cannot write a checkpoint: {tmp_path}/.partial/{full}: {os.strerror(errno.ENOSPC)}\n"
+    what = f"rank {rank} cannot write {tmp_path}/.partial/{full}: {os.strerror(errno.ENOSPC)}\n"
     assert messages == [f"{what}  where: step 2\n  instead: go on from {tmp_path}/step-000001, which is complete"] * 2
     assert names(tmp_path) == ["step-000001"]
     assert run_ranks(load, tmp_path) == [(1, {1.0}, [])] * 2

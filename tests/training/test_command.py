@@ -103,7 +103,7 @@ FAULTS = {
     "FAIL_AT": "rank 1 failed, the other ranks were ended:\nTraceback (most recent call last):\n",
     "KILL_AT": "rank 1 was ended by SIGKILL",
     "STOP_AT": "rank 1 does not answer",
-    "FULL_AT": f"CheckpointError: rank 1 cannot write a checkpoint: {FULL}\n  where: step 4\n",
+    "FULL_AT": f"CheckpointError: rank 1 cannot write {FULL}\n  where: step 4\n",
 }
 """Of the driver, and what is said then."""
 

@@ -111,7 +111,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "line feed in a name": (MARKER, _name("a\nb"), "{file} is damaged: 'a\\nb' is no name of a file"),
     "no name": (MARKER, _name(""), "{file} is damaged: '' is no name of a file"),
     "folder above": (MARKER, _name(".."), "{file} is damaged: '..' is no name of a file"),
-    "metadata not named": (MARKER, _forget_metadata, "{file} is damaged: it does not name .metadata"),
+    "metadata not named": (MARKER, _forget_metadata, "{file} does not name .metadata"),
     "pipe as marker": (MARKER, _make_pipe, "{file} is no regular file"),
     "zeros as marker": (MARKER, _link_to_zeros, "{file} is no regular file"),
     "folder as marker": (MARKER, _make_folder, "{file} is no regular file"),

@@ -118,6 +118,16 @@ def test_ranks_that_are_started_again_find_their_own_text(run: Path) -> None:
         _started_again(run, LAUNCHER)
 
 
+def test_the_text_of_a_resumed_run_may_have_moved(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    moved = (tmp_path / "text").rename(tmp_path / "moved")
+    monkeypatch.chdir(tmp_path)
+    options = {"data": moved.name, "steps": 5}
+    assert resumed_job(options, run, Placement(1), DeviceKind.CPU).run.options.data == moved.name
+    moved.write_bytes(b"other text" * 100)
+    with pytest.raises(ConfigError, match="the text is not that which the run began with"):
+        resumed_job(options, run, Placement(1), DeviceKind.CPU)
+
+
 def test_a_launcher_is_known_by_its_folder_of_reports() -> None:
     reports = {"TORCHELASTIC_ERROR_FILE": "/tmp/reports/run_a/attempt_1/3/error.json"}
     assert launcher_folder(reports) == LAUNCHER

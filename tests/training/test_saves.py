@@ -136,7 +136,7 @@ def _train_until_failure(saves: Saves) -> tuple[str, int]:
 def test_a_failure_is_raised_in_the_same_step_on_all_ranks_and_the_old_checkpoint_stays(tmp_path: Path) -> None:
     first, second = run_ranks(_fail_and_go_on, tmp_path)
     assert first == second
-    full = f"rank 1 cannot write a checkpoint: {tmp_path}/.partial/__1_0.distcp: {os.strerror(errno.ENOSPC)}"
+    full = f"rank 1 cannot write {tmp_path}/.partial/__1_0.distcp: {os.strerror(errno.ENOSPC)}"
     complete = f"\n  instead: go on from {tmp_path}/step-000001, which is complete"
     assert [message for message, _ in first] == [f"{full}\n  where: step {step}{complete}" for step in (2, 3)]
     assert names(tmp_path) == ["step-000001", "step-000005"]
@@ -156,7 +156,7 @@ def _break_one_rank(folder: Path) -> str:
 
 
 def test_a_bug_of_one_rank_ends_all(tmp_path: Path) -> None:
-    said = "rank 1 cannot write a checkpoint: ZeroDivisionError: division by zero\n  where: step 1"
+    said = f"rank 1 cannot write {tmp_path}/.partial: ZeroDivisionError: division by zero\n  where: step 1"
     assert run_ranks(_break_one_rank, tmp_path) == [said] * 2
 
 
