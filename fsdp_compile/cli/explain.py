@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from fsdp_compile.cli.arguments import CONTRACT, add_hardware, check_hardware, hardware_of, load_model, save_page
+from fsdp_compile.cli.arguments import CONTRACT, add_hardware, check_hardware, hardware_of, load_model, save_page, show
 from fsdp_compile.config.choices import LOWER, REGIONS, SHORT_FORMS, check_prefetch, check_world_size
 from fsdp_compile.errors import ConfigError
 
@@ -60,7 +59,6 @@ def run(arguments: argparse.Namespace) -> int:
     check_world_size(arguments.world_size)
     # Whatever is refused above is refused without importing torch.
     import torch
-    from rich.console import Console
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     from fsdp_compile.explain.api import explain
@@ -79,14 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     options["mp_policy"] = MixedPrecisionPolicy(getattr(torch, arguments.param_dtype))
     plan = explain(model, *args, world_size=arguments.world_size, options=options, hardware=there, **kwargs)
     save_page(arguments.html, plan.save_html)
-    if arguments.json:
-        print(json.dumps(plan.to_dict(), indent=2))
-    elif sys.stdout.isatty():
-        console = Console(highlight=False)
-        for part in parts(plan):
-            console.print(part)
-    else:
-        print(plan, end="")
+    show(plan, parts(plan), json.dumps(plan.to_dict(), indent=2) if arguments.json else None)
     return 0
 
 
