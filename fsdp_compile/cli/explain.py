@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from fsdp_compile.cli.arguments import CONTRACT, add_hardware, check_hardware, hardware_of, load_model, save_page, show
 from fsdp_compile.config.choices import LOWER, REGIONS, SHORT_FORMS, check_prefetch, check_world_size
@@ -17,15 +17,13 @@ if TYPE_CHECKING:
 NAME = "explain"
 ABOUT = "Show units, collectives, time and memory of a model on any number of ranks; nothing is run."
 
-_BUILT_IN: Final = "fsdp_compile.cli.explain:small_llama"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which model, for which ranks, and how it is shown."""
     parser.add_argument(
         "model",
         nargs="?",
-        default=_BUILT_IN,
+        default="fsdp_compile.cli.explain:small_llama",
         metavar="PACKAGE.MODULE:FUNCTION",
         help=f"{CONTRACT}; it is called under torch.device('meta') (default: a small Llama)",
     )

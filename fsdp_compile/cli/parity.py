@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 NAME = "parity"
 ABOUT = "Train the compiled model beside an eager one on real processes and compare every number."
 
-_BUILT_IN: Final = "fsdp_compile.cli.parity:make_model"
 _CONTRACT: Final = "a function without arguments that returns a module"
 
 
@@ -25,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         nargs="?",
-        default=_BUILT_IN,
+        default="fsdp_compile.cli.parity:make_model",
         metavar="PACKAGE.MODULE:FUNCTION",
         help=f"{_CONTRACT} (default: a small Llama)",
     )
