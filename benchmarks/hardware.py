@@ -15,7 +15,7 @@ import fsdp_compile
 from benchmarks.contenders import Setup
 from benchmarks.models import Task
 from fsdp_compile.calibrate import median_us
-from fsdp_compile.cost.compute import is_measurable, runs_alone, signature_of, value_of
+from fsdp_compile.cost.compute import runs_alone, signature_of, value_of
 from fsdp_compile.cost.fusion import plan_kernels
 from fsdp_compile.cost.hardware import DEVICES, Hardware, Link, Port, Quantity, make_link
 from fsdp_compile.cost.sizes import concrete, tensor_bytes
@@ -74,7 +74,7 @@ def measured(plan: Plan, rounds: int = 5) -> Hardware:
     for step in (step for steps in plan.steps for step in steps):
         kernels = plan_kernels(step.graph, plan.traced.fusion)
         for node in step.graph.nodes:
-            if runs_alone(node, kernels) and is_measurable(node) and signature_of(node) not in times:
+            if runs_alone(node, kernels) and signature_of(node) not in times:
                 with contextlib.suppress(RuntimeError, IndexError, ValueError, TypeError):
                     times[signature_of(node)] = median_us(_runnable(node), _CPU, rounds)
     return dataclasses.replace(plan.hardware, device=dataclasses.replace(plan.hardware.device, measured=times))

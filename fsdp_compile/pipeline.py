@@ -26,7 +26,7 @@ from fsdp_compile.errors import ConfigError
 from fsdp_compile.ir.graph import Phase, StepGraph
 from fsdp_compile.layout.flat_layout import ReduceLayout
 from fsdp_compile.options import FSDPOptions
-from fsdp_compile.partition.auto_reshard import asks_for_choice, keep_unsharded
+from fsdp_compile.partition.auto_reshard import keep_unsharded
 from fsdp_compile.passes.base import GraphPass
 from fsdp_compile.passes.bucket import BucketCollectives
 from fsdp_compile.passes.delay_weight_gradients import DelayWeightGradients
@@ -97,7 +97,7 @@ def keep(forward: StepGraph, backward: StepGraph, options: FSDPOptions, *, whole
     Returns:
         The units that stay unsharded.
     """
-    if not whole or options.prefetch != "auto" or not asks_for_choice(backward):
+    if not whole or options.prefetch != "auto":
         return ()
     hardware = options.planned_for or hardware_of(forward)
     budget = budget_bytes(options)

@@ -1,11 +1,11 @@
-"""Arguments that several commands have: functions that make a model, and the hardware to plan for."""
+"""What several commands have: functions that make a model, the hardware to plan for, and how reports are shown."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,6 +14,7 @@ from fsdp_compile.config.choices import DEVICES, DTYPES, LINKS, check_name, chec
 from fsdp_compile.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
     from torch import nn
 
     from fsdp_compile.cost.hardware import Hardware
@@ -133,3 +134,17 @@ def save_page(path: Path | None, save: Callable[[Path], object]) -> None:
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error}", instead="a path in a folder that exists") from error
     print(f"wrote {path}", file=sys.stderr)
+
+
+def show(report: object, parts: Iterable[RenderableType], json_text: str | None) -> None:
+    """Prints a report: as JSON if there is a text, by its parts to a terminal, whose width they take, or as text."""
+    from rich.console import Console
+
+    if json_text is not None:
+        print(json_text)
+    elif sys.stdout.isatty():
+        console = Console(highlight=False, markup=False)  # names of modules and classes may have brackets
+        for part in parts:
+            console.print(part)
+    else:
+        print(report, end="")

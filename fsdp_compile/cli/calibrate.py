@@ -17,13 +17,10 @@ if TYPE_CHECKING:
 NAME = "calibrate"
 ABOUT = "Measure collectives, matmuls and copies of this cluster into a file, for options={'hardware': FILE}."
 
-_MOST_S = 86400.0
-_HOW = "below torchrun on all ranks of a job, or alone for what one device reaches"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Where the file is written, and how long it may take."""
-    parser.description = f"{ABOUT} It runs {_HOW}."
+    parser.description = f"{ABOUT} It runs below torchrun on all ranks of a job, or alone for what one device reaches."
     parser.add_argument(
         "--out", type=Path, default=Path("hardware.json"), metavar="FILE", help="on each host (default: hardware.json)"
     )
@@ -39,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: If the file cannot be written, the time is none, or there are fewer devices than ranks.
     """
-    if not 0 < arguments.seconds <= _MOST_S:
+    if not 0 < arguments.seconds <= 24 * 3600:
         raise ConfigError(
             f"cannot measure for {arguments.seconds} s",
             where="--seconds",

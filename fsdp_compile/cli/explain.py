@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
-from fsdp_compile.cli.arguments import CONTRACT, add_hardware, check_hardware, hardware_of, load_model, save_page
+from fsdp_compile.cli.arguments import CONTRACT, add_hardware, check_hardware, hardware_of, load_model, save_page, show
 from fsdp_compile.config.choices import LOWER, REGIONS, SHORT_FORMS, check_prefetch, check_world_size
 from fsdp_compile.errors import ConfigError
 
@@ -18,15 +17,13 @@ if TYPE_CHECKING:
 NAME = "explain"
 ABOUT = "Show units, collectives, time and memory of a model on any number of ranks; nothing is run."
 
-_BUILT_IN: Final = "fsdp_compile.cli.explain:small_llama"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which model, for which ranks, and how it is shown."""
     parser.add_argument(
         "model",
         nargs="?",
-        default=_BUILT_IN,
+        default="fsdp_compile.cli.explain:small_llama",
         metavar="PACKAGE.MODULE:FUNCTION",
         help=f"{CONTRACT}; it is called under torch.device('meta') (default: a small Llama)",
     )
@@ -60,7 +57,6 @@ def run(arguments: argparse.Namespace) -> int:
     check_world_size(arguments.world_size)
     # Whatever is refused above is refused without importing torch.
     import torch
-    from rich.console import Console
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     from fsdp_compile.explain.api import explain
@@ -79,14 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     options["mp_policy"] = MixedPrecisionPolicy(getattr(torch, arguments.param_dtype))
     plan = explain(model, *args, world_size=arguments.world_size, options=options, hardware=there, **kwargs)
     save_page(arguments.html, plan.save_html)
-    if arguments.json:
-        print(json.dumps(plan.to_dict(), indent=2))
-    elif sys.stdout.isatty():
-        console = Console(highlight=False)
-        for part in parts(plan):
-            console.print(part)
-    else:
-        print(plan, end="")
+    show(plan, parts(plan), json.dumps(plan.to_dict(), indent=2) if arguments.json else None)
     return 0
 
 

@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     from fsdp_compile.ir.text.printer import format_graph
     from fsdp_compile.verify.check import check
 
-    pipeline = [_make(*item) for item in items]
+    pipeline = [make_pass(*item) for item in items]
     step = parse_graph(text)
     try:
         applied = list(apply_passes(step, pipeline))
@@ -97,9 +97,8 @@ def apply_passes(step: StepGraph, pipeline: Sequence[GraphPass[Any]]) -> Iterato
     Raises:
         InvariantError: If a pass cannot take a graph, which breaks a rule, or leaves a node before one that it needs.
     """
-    from fsdp_compile.ir.graph import Stage
     from fsdp_compile.ir.text.printer import format_diff, format_graph, format_plan
-    from fsdp_compile.verify.check import RULES, check
+    from fsdp_compile.verify.check import check
 
     before, after_pass = format_graph(step), "the text was read"
     for graph_pass in pipeline:
@@ -110,8 +109,7 @@ def apply_passes(step: StepGraph, pipeline: Sequence[GraphPass[Any]]) -> Iterato
             graph_pass.apply(step, plan)
         except Exception:
             # A pass trusts what those before it leave. The verifier says what a graph by hand lacks, and in which line.
-            rules = [rule for rule in RULES if rule.name != "markers-gone"]
-            check(unchanged, after=after_pass, stage=Stage.INSERTED, rules=rules)
+            check(unchanged, after=after_pass, stage=graph_pass.requires)
             raise
         after_pass = graph_pass.name
         try:
@@ -132,15 +130,6 @@ def known_passes() -> dict[str, GraphPass[Any]]:
     return {one.name: one for prefetch in KINDS_OF_SCHEDULES for one in passes(FSDPOptions(prefetch=prefetch))}
 
 
-def read_passes(text: str) -> list[GraphPass[Any]]:
-    """Makes the passes of a list such as "insert-collectives,schedule-prefetch(distance=2)", or "none".
-
-    Raises:
-        ConfigError: For an unknown pass or option, or text that is no such list.
-    """
-    return [_make(*item) for item in _items(text)]
-
-
 def _items(text: str) -> Iterator[tuple[str, str]]:
     """Name and options of each pass that a text lists."""
     position = 0
@@ -155,7 +144,7 @@ def _items(text: str) -> Iterator[tuple[str, str]]:
         position = match.end()
 
 
-def _make(name: str, options: str) -> GraphPass[Any]:
+def make_pass(name: str, options: str) -> GraphPass[Any]:
     """A pass with options, such as "distance=2"."""
     made: Any = known_passes()[name]
     declared = dataclasses.fields(made) if dataclasses.is_dataclass(made) else ()

@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, Final
 
-from fsdp_compile.cli.arguments import named_function
+from fsdp_compile.cli.arguments import named_function, show
 from fsdp_compile.config.choices import DTYPES, LOWER, Accumulation, Level, Reference, check_counts
 from fsdp_compile.errors import ParityError, RankFailedError
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 NAME = "parity"
 ABOUT = "Train the compiled model beside an eager one on real processes and compare every number."
 
-_BUILT_IN: Final = "fsdp_compile.cli.parity:make_model"
 _CONTRACT: Final = "a function without arguments that returns a module"
 
 
@@ -25,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         nargs="?",
-        default=_BUILT_IN,
+        default="fsdp_compile.cli.parity:make_model",
         metavar="PACKAGE.MODULE:FUNCTION",
         help=f"{_CONTRACT} (default: a small Llama)",
     )
@@ -63,7 +62,6 @@ def run(arguments: argparse.Namespace) -> int:
     check_counts(arguments.world_size, arguments.replicas, **counts)
     # Whatever is refused above is refused without importing torch.
     import torch
-    from rich.console import Console
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     from fsdp_compile.parity.api import check_parity
@@ -91,14 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
     except RankFailedError as error:
         print(error, file=sys.stderr)
         return 1
-    if arguments.json:
-        print(report.to_json())
-    elif sys.stdout.isatty():
-        console = Console(highlight=False, markup=False)
-        for part in report.parts():
-            console.print(part)
-    else:
-        print(report, end="")
+    show(report, report.parts(), report.to_json() if arguments.json else None)
     return status
 
 

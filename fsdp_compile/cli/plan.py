@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Final
 
 from fsdp_compile.cli.arguments import CONTRACT, add_hardware, check_hardware, hardware_of, load_model, save_page
-from fsdp_compile.config.choices import check_world_size
 from fsdp_compile.errors import ConfigError
 
 NAME = "plan"
@@ -44,7 +43,6 @@ def run(arguments: argparse.Namespace) -> int:
         UnsupportedModelError: If it cannot be traced.
     """
     check_hardware(arguments)
-    check_world_size(arguments.gpus, "--gpus")
     tokens = _count(arguments.tokens_per_step)
     memory_gb, reserve_gb = (_gigabytes(f"--{name}", getattr(arguments, name)) for name in ("memory", "reserve"))
     # Whatever is refused above is refused without importing torch.

@@ -26,7 +26,6 @@ from fsdp_compile.cost.hardware import (
     Link,
     MeasuredCollective,
     Quantity,
-    device_reported_as,
     hardware,
     network_of,
 )
@@ -109,7 +108,7 @@ def load_hardware(path: str | os.PathLike[str]) -> Hardware:
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
-        return _hardware(Calibration.of_text(text), Path(path).name, hashlib.sha256(text.encode()).hexdigest()[:16])
+        return _hardware(Calibration.of_text(text), Path(path), hashlib.sha256(text.encode()).hexdigest()[:16])
     except (OSError, ValueError, TypeError, KeyError, AttributeError, ConfigError) as error:
         raise ConfigError(
             f"{os.fspath(path)} is no file of measured hardware, or was cut off: {type(error).__name__}: {error}",
@@ -124,7 +123,7 @@ def refuse_elsewhere(planned_for: Hardware | None, device_type: str, ranks: int)
     if there is None:
         return
     here = this_cluster(device_type, ranks)
-    if dataclasses.replace(here, file=there.file, digest=there.digest) != there:
+    if dataclasses.replace(here, digest=there.digest) != there:
         raise ConfigError(
             f"{there.file} was measured elsewhere: on {there}, and this is {here}",
             where="options={'hardware': ...}",
@@ -132,11 +131,10 @@ def refuse_elsewhere(planned_for: Hardware | None, device_type: str, ranks: int)
         )
 
 
-def _hardware(found: Calibration, file: str, digest: str) -> Hardware:
-    source = f"measured, {file}"
-    cluster = dataclasses.replace(found.cluster, file=file, digest=digest)
-    base = device_reported_as(cluster.device) if cluster.device_type == "cuda" else DEVICES["cpu"]
-    local = cluster.ranks_per_host
+def _hardware(found: Calibration, file: Path, digest: str) -> Hardware:
+    source = f"measured, {file.name}"
+    cluster = dataclasses.replace(found.cluster, file=str(file), digest=digest)
+    base, local = cluster.data_sheet, cluster.ranks_per_host
     near = [table for table in found.collectives if table.on_one_host == table.ranks]
     far = [table for table in found.collectives if table.on_one_host != table.ranks]
     device = dataclasses.replace(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from fsdp_compile.cost.communicate import is_own
@@ -41,14 +41,6 @@ def runs_alone(node: fx.Node, kernels: Kernels) -> bool:
 def value_of(argument: Any) -> Any:
     """The fake value of an argument that is a node."""
     return argument.meta.get("val") if isinstance(argument, fx.Node) else argument
-
-
-def is_measurable(node: fx.Node) -> bool:
-    """Whether values of a node's arguments can be made up: tensors and plain numbers, no tokens of a random state."""
-    return all(
-        value is None or isinstance(value, torch.Tensor | int | float | bool | str | torch.dtype | torch.device)
-        for value in tree_leaves(tree_map(value_of, (node.args, dict(node.kwargs))))
-    )
 
 
 aten = torch.ops.aten

@@ -22,6 +22,7 @@ from torch import fx
 
 from fsdp_compile._torch.distributed import collectives
 from fsdp_compile.ir.graph import EXCHANGES, Role, role_of
+from fsdp_compile.ir.queries import returned_aliases
 from fsdp_compile.ops.effects import RESHARD
 
 aten = torch.ops.aten
@@ -74,21 +75,13 @@ class Kernels:
     forced: Mapping[fx.Node, fx.Node] = dataclasses.field(default_factory=dict)
 
 
-@functools.cache  # a schema never changes, and graphs hold few operators many times
-def _returned(operator: Any) -> tuple[bool, bool]:
-    """Whether an operator returns a view of an argument, and whether it returns what it writes."""
-    schema = getattr(operator, "_schema", None)
-    aliases = [r.alias_info for r in schema.returns if r.alias_info is not None] if schema is not None else []
-    return bool(aliases) or operator in _SHARES_MEMORY, any(alias.is_write for alias in aliases)
-
-
 def shares_memory(node: fx.Node) -> bool:
     """Whether a node's result shares memory with an input: a view, a wait, an item, an in-place update."""
-    return node.op == "call_function" and _returned(node.target)[0]
+    return node.op == "call_function" and (node.target in _SHARES_MEMORY or bool(returned_aliases(node.target)))
 
 
 def _is_view(node: fx.Node) -> bool:
-    return node.op == "call_function" and _returned(node.target) == (True, False)
+    return shares_memory(node) and not any(returned_aliases(node.target))
 
 
 def launches_nothing(node: fx.Node) -> bool:

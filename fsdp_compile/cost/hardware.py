@@ -336,7 +336,7 @@ class Cluster:
         device_type: "cuda" or "cpu".
         device: Name of the device.
         torch: Its version.
-        file: Name of the file with the times; empty before they are in one.
+        file: Path of the file with the times, as it was given; empty before they are in one.
         digest: Of what is in the file.
     """
 
@@ -345,11 +345,16 @@ class Cluster:
     ranks: int
     ranks_per_host: int
     torch: str
-    file: str = ""
+    file: str = dataclasses.field(default="", compare=False)
     digest: str = ""
 
     def __str__(self) -> str:
         return f"{self.ranks} ranks, {self.ranks_per_host} per host, {self.device}, torch {self.torch}"
+
+    @property
+    def data_sheet(self) -> Device:
+        """The device with its maker's numbers."""
+        return device_reported_as(self.device) if self.device_type == "cuda" else DEVICES["cpu"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -397,6 +402,16 @@ class Hardware:
         if table is not None:
             return table.time_us(sent_bytes)
         return link.formula_us(sent_bytes, group.size, self.bytes_per_s(group))
+
+    @property
+    def data_sheet(self) -> Device:
+        """The device with its maker's numbers, also where others were measured."""
+        return self.device if self.cluster is None else self.cluster.data_sheet
+
+    @property
+    def measured_links(self) -> list[str]:
+        """Names of the links with measured times."""
+        return [link.name for link in (self.device.near, self.link) if link.measured]
 
     @property
     def links(self) -> str:

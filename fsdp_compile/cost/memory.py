@@ -84,11 +84,7 @@ class Memory:
             if buffer.holder in wanted:
                 change[buffer.first] += buffer.size_bytes
                 change[buffer.last + 1] -= buffer.size_bytes
-        live, total = [], 0
-        for step in change[:-1]:
-            total += step
-            live.append(total)
-        return live
+        return list(itertools.accumulate(change[:-1]))
 
     def at(self, position: int) -> list[Buffer]:
         """Buffers that are live while a node runs, largest first."""

@@ -178,15 +178,14 @@ def is_alias(node: fx.Node) -> bool:
     """Whether a node's result shares the memory of its first input, by the operator's schema."""
     if node.target is getitem:  # out of a list of views, as `chunk` makes
         return is_alias(node.all_input_nodes[0])
-    return node.op == "call_function" and _returns_alias(node.target)
+    return node.op == "call_function" and not all(returned_aliases(node.target))
 
 
 @functools.cache  # a schema never changes, and graphs hold few operators many times
-def _returns_alias(operator: Any) -> bool:
-    schema = getattr(operator, "_schema", None)
-    if schema is None:
-        return False
-    return any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+def returned_aliases(operator: Any) -> tuple[bool, ...]:
+    """For each result of an operator that shares memory with an argument, whether the operator writes there."""
+    results = getattr(getattr(operator, "_schema", None), "returns", ())
+    return tuple(result.alias_info.is_write for result in results if result.alias_info is not None)
 
 
 def aliases(roots: Iterable[fx.Node]) -> list[fx.Node]:

@@ -142,11 +142,6 @@ def _times_us(step: Halves, budget_bytes: int | None, margin: float) -> tuple[fl
     )
 
 
-def asks_for_choice(step: StepGraph) -> bool:
-    """Whether a graph reads parameters that `Reshard.AUTO` leaves open."""
-    return any(_is_open(node) for node in step.graph.find_nodes(op="call_function", target=UNSHARD))
-
-
 def keep_unsharded(
     forward: StepGraph,
     backward: StepGraph,
@@ -156,7 +151,7 @@ def keep_unsharded(
     budget_bytes: int | None,
     margin: float,
 ) -> tuple[str, ...]:
-    """Chooses what stays unsharded, and edits both graphs.
+    """Chooses what stays unsharded of that which `Reshard.AUTO` leaves open, and edits both graphs.
 
     Args:
         forward: The forward graph before the passes.
@@ -169,6 +164,8 @@ def keep_unsharded(
     Returns:
         The units that stay unsharded.
     """
+    if not any(map(_is_open, backward.graph.find_nodes(op="call_function", target=UNSHARD))):
+        return ()
     if budget_bytes is not None:
         budget_bytes -= accumulated_bytes(forward)
     everything = budget_bytes is not None

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
+import functools
+import itertools
 import math
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -16,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from fsdp_compile._torch.fully_shard import states_below
 from fsdp_compile.config.choices import check_world_size
-from fsdp_compile.config.policy import AnyPrecisionPolicy, as_mixed_precision
+from fsdp_compile.config.policy import as_mixed_precision
 from fsdp_compile.cost.hardware import DEVICES, LINKS, Hardware
 from fsdp_compile.cost.hardware import hardware as named_hardware
 from fsdp_compile.errors import BudgetTooSmallError, ConfigError
@@ -25,7 +29,7 @@ from fsdp_compile.explain.stand_in import planning_world
 from fsdp_compile.explain.tables import Table, as_text, page, size, time, to_plain
 from fsdp_compile.fsdp2.module_class import user_class
 from fsdp_compile.options import FSDPOptions
-from fsdp_compile.search.choice import OPTIMIZERS, Allowed, Ask, Choice, Configuration, Form, Offload, Part
+from fsdp_compile.search.choice import OPTIMIZERS, Allowed, Ask, Configuration, Form, Offload, Part
 from fsdp_compile.search.search import TOLERANCE, Found, Program, Search, samples_of
 
 if TYPE_CHECKING:
@@ -150,7 +154,7 @@ def _least(search: Search, ask: Ask) -> Configuration:
 
 
 def _is_cpu(hardware: Hardware) -> bool:
-    return (hardware.device.name if hardware.cluster is None else hardware.cluster.device_type) == "cpu"
+    return hardware.data_sheet.name == "cpu"
 
 
 def _options(options: FSDPOptions) -> FSDPOptions:
@@ -262,12 +266,71 @@ class Fit:
 
     @property
     def code(self) -> str:
-        """What to write for the first configuration; empty if none fits."""
-        return _code(self.best[0], self.ask, self.program) if self.fits else ""
+        """What to write for the first configuration, ready to paste; empty if none fits."""
+        if not self.fits:
+            return ""
+        first, choice, there = self.best[0], self.best[0].choice, self.ask.hardware
+        given, imports = self.program.options, {"torch", "fsdp_compile"}
+        (shape, names), device_type = choice.mesh, "cpu" if _is_cpu(there) else "cuda"
+        arguments = "".join(f", {name}={_written(value, imports)}" for name, value in self._sharding.items())
+        changed = {name: getattr(given, name) for name in GIVEN if getattr(given, name) != getattr(FSDPOptions, name)}
+        changed["regions"] = choice.form.value
+        if first.budget_gb is not None:
+            changed["memory_budget_gb"] = first.budget_gb
+        options = {name: _written(value, imports) for name, value in changed.items()}
+        notes = [
+            f"a step: {choice.accumulation} times forward and backward of {choice.micro_batch} samples on each rank"
+        ]
+        if choice.form is Form.WHOLE and given.prefetch == "auto":
+            options["hardware"] = _named(there, imports)
+            if there.cluster is not None and there.cluster.ranks != self.ask.gpus:
+                notes.append(
+                    f"the file is of {there.cluster.ranks} ranks: run fsdp-compile calibrate on {self.ask.gpus}"
+                )
+        said = ", ".join(f'"{name}": {value}' for name, value in options.items())
+        lines = [
+            *(f"import {name}" for name in sorted(imports)),
+            "",
+            f"mesh = torch.distributed.init_device_mesh({device_type!r}, {shape}, mesh_dim_names={names})",
+            f"fsdp_compile.fully_shard(model, mesh=mesh{arguments})",
+            f'compiled = torch.compile(model, backend="fsdp", options={{{said}}})',
+            f"optimizer = {OPTIMIZERS[self.ask.optimizer].call}",
+            *(f"# {note}" for note in notes),
+        ]
+        return "\n".join(lines) + "\n"
+
+    @property
+    def _shown(self) -> tuple[Configuration, ...]:
+        return self.best or (self.found.smallest,)
+
+    @property
+    def _sharding(self) -> dict[str, Any]:
+        """The arguments of `fully_shard` for the first configuration, except for its mesh."""
+        choice, policy = self._shown[0].choice, self.program.options.mp_policy
+        if choice.gather_format:
+            policy = dataclasses.replace(as_mixed_precision(policy), gather_dtype=torch.int8)
+        offload = CPUOffloadPolicy() if choice.offload is Offload.CPU else None
+        made = {"reshard_after_forward": choice.reshard_after_forward, "mp_policy": policy, "offload_policy": offload}
+        return {name: value for name, value in made.items() if value is not None}
 
     def explain(self) -> Plan:
         """The plan of the first configuration, or of the smallest if none fits, as `explain` makes it of all blocks."""
-        return _explained(self.best[0] if self.fits else self.found.smallest, self.ask, self.program)
+        first = self._shown[0]
+        args, kwargs = self.program.with_batch(first.choice.micro_batch)
+        with planning_world(self.ask.gpus):
+            shape, names = first.choice.mesh
+            chosen = dataclasses.replace(
+                self.program.options,
+                mesh=init_device_mesh("cpu", shape, mesh_dim_names=names),
+                **self._sharding,
+                memory_budget_gb=first.budget_gb,
+                regions=first.choice.form.value,
+            )
+            try:
+                return explain(self.program.model, *args, options=chosen, hardware=self.ask.hardware, **kwargs)
+            except BudgetTooSmallError as error:  # all blocks may take more than the estimate by few of them
+                enough = dataclasses.replace(chosen, memory_budget_gb=math.ceil(error.least_bytes / 1e3) / 1e6)
+                return explain(self.program.model, *args, options=enough, hardware=self.ask.hardware, **kwargs)
 
     def save_html(self, path: str | Path) -> Path:
         """Writes the page of `explain` for the first configuration, and returns its path."""
@@ -277,11 +340,12 @@ class Fit:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain data, ready for JSON; units are in the names of the fields."""
+        there = self.ask.hardware
         ask = {
             "gpus": self.ask.gpus,
-            "device": self.ask.hardware.device.name,
-            "links": self.ask.hardware.links,
-            "links_measured": self.ask.hardware.cluster is not None,
+            "device": there.device.name,
+            "links": there.links,
+            "links_measured": there.measured_links,
             "memory_bytes": self.ask.memory_bytes,
             "reserve_bytes": self.ask.reserve_bytes,
             "tokens_per_step": self.ask.tokens_per_step,
@@ -323,15 +387,15 @@ class Fit:
     def _parts(self) -> Iterator[RenderableType]:
         yield from self._answer()
         yield ""
-        shown = self.best or (self.found.smallest,)
-        yield _speed(shown, "the fastest" if self.fits else "the least memory").text()
-        yield _memory(shown).text()
+        yield _speed(self._shown, "the fastest" if self.fits else "the least memory").text()
+        yield _memory(self._shown).text()
         yield from self._sources()
 
     def _sources(self) -> Iterator[str]:
-        ask, cluster = self.ask, self.ask.hardware.cluster
-        links = f"{ask.hardware.links}, {'not measured' if cluster is None else f'measured in {cluster.file}'}"
-        yield f"All times and sizes are estimates; nothing was run. Device {ask.hardware.device.name}; links: {links}."
+        there = self.ask.hardware
+        device = there.device.name + ("" if there.cluster is None else f", measured in {there.cluster.file}")
+        links = f"{there.links}; measured: {' and '.join(there.measured_links) or 'none'}"
+        yield f"All times and sizes are estimates; nothing was run. Device: {device}. Links: {links}."
         if self.found.stack is not None:
             yield f"The {self.found.stack.blocks} blocks of {self.found.stack.name} are alike; few of them were traced."
         if self.fits:
@@ -370,56 +434,30 @@ def _memory(shown: tuple[Configuration, ...]) -> Table:
     return Table("memory of a GPU at its peak", columns, rows)
 
 
-def _code(first: Configuration, ask: Ask, program: Program) -> str:
-    """The calls that make a configuration, ready to paste."""
-    choice, device = first.choice, ask.hardware.device
-    cluster = ask.hardware.cluster
-    kind = cluster.device_type if cluster is not None else "cpu" if device.name == "cpu" else "cuda"
-    policy = _policy(choice, program)
-    imports = {"torch.distributed.device_mesh": ["init_device_mesh"], "fsdp_compile": ["fully_shard"]}
-    shape, names = choice.mesh
-    arguments = ["mesh=mesh", f"reshard_after_forward={choice.reshard_after_forward!r}"]
-    if policy is not None:
-        kind_of = type(policy)
-        home = "fsdp_compile" if kind_of.__module__.startswith("fsdp_compile") else "torch.distributed.fsdp"
-        imports.setdefault(home, []).append(kind_of.__name__)
-        values = {each.name: getattr(policy, each.name) for each in dataclasses.fields(policy)}
-        changed = {name: value for name, value in values.items() if value != getattr(kind_of(), name)}
-        kept = ", ".join(f"{name}={value!r}" for name, value in changed.items())
-        arguments.append(f"mp_policy={kind_of.__name__}({kept})")
-    if choice.offload is Offload.CPU:
-        imports.setdefault("torch.distributed.fsdp", []).append("CPUOffloadPolicy")
-        arguments.append("offload_policy=CPUOffloadPolicy()")
-    given = {name: getattr(program.options, name) for name in GIVEN}
-    options = {name: repr(value) for name, value in given.items() if value != getattr(FSDPOptions, name)}
-    options["regions"] = repr(choice.form.value)
-    if first.budget_gb is not None:
-        options["memory_budget_gb"] = repr(first.budget_gb)
-    if choice.form is Form.WHOLE and program.options.prefetch == "auto":
-        named = _named(ask.hardware)
-        options["hardware"] = named
-        if named.startswith("hardware("):
-            imports["fsdp_compile.cost.hardware"] = ["hardware"]
-    said = ", ".join(f'"{name}": {value}' for name, value in options.items())
-    lines = ["import torch", *(f"from {name} import {', '.join(what)}" for name, what in sorted(imports.items()))]
-    lines += [
-        "",
-        f"mesh = init_device_mesh({kind!r}, {shape}, mesh_dim_names={names})",
-        f"fully_shard(model, {', '.join(arguments)})",
-        f'compiled = torch.compile(model, backend="fsdp", options={{{said}}})',
-        f"optimizer = {OPTIMIZERS[ask.optimizer].call}",
-        f"# a step: {choice.accumulation} times forward and backward of {choice.micro_batch} samples on each rank",
-    ]
-    return "\n".join(lines) + "\n"
+def _written(value: Any, imports: set[str]) -> str:
+    """Python for a value of an option; adds the modules that it takes."""
+    if isinstance(value, type):
+        # The outermost module that has it is the public one; a class of a function is in none.
+        modules = itertools.accumulate(value.__module__.split("."), "{}.{}".format)
+        names = value.__qualname__.split(".")
+        of = lambda held, name: getattr(held, name, None)  # noqa: E731
+        home = next((m for m in modules if functools.reduce(of, names, sys.modules.get(m)) is value), None)
+        if home is None:
+            return value.__name__
+        imports.add(home)
+        return f"{home}.{value.__qualname__}"
+    if isinstance(value, enum.Enum):
+        return f"{_written(type(value), imports)}.{value.name}"
+    if isinstance(value, list | tuple):
+        return f"({''.join(f'{_written(each, imports)}, ' for each in value).rstrip()})"
+    if dataclasses.is_dataclass(value):
+        values = {each.name: (getattr(value, each.name), each.default) for each in dataclasses.fields(value)}
+        kept = [f"{name}={_written(of, imports)}" for name, (of, default) in values.items() if of != default]
+        return f"{_written(type(value), imports)}({', '.join(kept)})"
+    return repr(value)
 
 
-def _policy(choice: Choice, program: Program) -> AnyPrecisionPolicy:
-    """The dtypes, with that of the gathers."""
-    policy = program.options.mp_policy
-    return dataclasses.replace(as_mixed_precision(policy), gather_dtype=torch.int8) if choice.gather_format else policy
-
-
-def _named(there: Hardware) -> str:
+def _named(there: Hardware, imports: set[str]) -> str:
     """An expression for hardware: the file of a calibration, names, or else the variable that the caller has."""
     if there.cluster is not None:
         return repr(there.cluster.file)
@@ -427,27 +465,6 @@ def _named(there: Hardware) -> str:
     for link in (there.link.name, there.link.rate.value / 1e9):
         is_known = device in DEVICES and (link in LINKS or isinstance(link, float))
         if is_known and named_hardware(device, link, ranks_per_host=ranks) == there:
-            return f"hardware({device!r}, {link!r}, ranks_per_host={ranks})"
+            imports.add(named_hardware.__module__)
+            return f"{named_hardware.__module__}.hardware({device!r}, {link!r}, ranks_per_host={ranks})"
     return "hardware"
-
-
-def _explained(first: Configuration, ask: Ask, program: Program) -> Plan:
-    choice = first.choice
-    args, kwargs = program.with_batch(choice.micro_batch)
-    with planning_world(ask.gpus):
-        shape, names = choice.mesh
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-        chosen = dataclasses.replace(
-            program.options,
-            mesh=mesh,
-            reshard_after_forward=choice.reshard_after_forward,
-            mp_policy=_policy(choice, program),
-            offload_policy=CPUOffloadPolicy() if choice.offload is Offload.CPU else None,
-            memory_budget_gb=first.budget_gb,
-            regions=choice.form.value,
-        )
-        try:
-            return explain(program.model, *args, options=chosen, hardware=ask.hardware, **kwargs)
-        except BudgetTooSmallError as error:  # all blocks may take more than the estimate by few of them
-            enough = dataclasses.replace(chosen, memory_budget_gb=math.ceil(error.least_bytes / 1e3) / 1e6)
-            return explain(program.model, *args, options=enough, hardware=ask.hardware, **kwargs)

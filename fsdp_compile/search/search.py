@@ -153,7 +153,9 @@ class Search:
         update_us = (3 + 2 * self.ask.states) * spent.trained_bytes * 1e6 / updating.bytes_per_s
         step_us = choice.accumulation * spent.time_us + update_us
         flops = choice.accumulation * saved.flops
-        peak = self.ask.hardware.device.matmul_peak(self._dtype).value
+        # Of the data sheet, also where a rate was measured; a CPU's is assumed, and may be less than it reached.
+        there = self.ask.hardware
+        peak = max(device.matmul_peak(self._dtype).value for device in (there.data_sheet, there.device))
         return Configuration(
             choice,
             step_us=step_us,

@@ -16,12 +16,15 @@ from fsdp_compile.verify.rules import buffers, gathers, memory, records, reducti
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """One invariant: its name in errors, the sentence that must be true, and the stages after which it must be."""
+    """One invariant: its name in errors, the sentence that must be true, and the stages after which it must be.
+
+    Stage `None` is that of graphs before all passes.
+    """
 
     name: str
     sentence: str
     find: Callable[[Facts], Iterable[Finding]]
-    stages: frozenset[Stage] = frozenset(Stage)
+    stages: frozenset[Stage | None] = frozenset({None, *Stage})
 
 
 _AT_THE_END = frozenset({Stage.FINAL})
@@ -47,7 +50,12 @@ RULES: tuple[Rule, ...] = (
         "shards on the host reach the device in one copy before the gather, and gradients come back in one",
         buffers.host_copies,
     ),
-    Rule("markers-gone", "no fsdp_compile.unshard or fsdp_compile.reduce_grad is left", records.markers_gone),
+    Rule(
+        "markers-gone",
+        "no fsdp_compile.unshard or fsdp_compile.reduce_grad is left",
+        records.markers_gone,
+        frozenset(Stage),
+    ),
     Rule(
         "no-use-after-reshard",
         "every all-gather that stays in the graph is resharded once, and its memory is not used afterwards",
@@ -94,9 +102,8 @@ def check(
     step: StepGraph,
     *,
     after: str = "the last pass",
-    stage: Stage = Stage.FINAL,
+    stage: Stage | None = Stage.FINAL,
     limits: Limits = Limits(),  # noqa: B008  frozen
-    rules: Sequence[Rule] = RULES,
 ) -> None:
     """Refuses a graph that breaks a rule.
 
@@ -105,12 +112,11 @@ def check(
         after: Name of the pass that ran last, for the error.
         stage: How far the graph has come: some rules apply only at the end.
         limits: Numbers that the graph must keep to.
-        rules: Those that it must not break.
 
     Raises:
         InvariantError: With rule, node, neighbourhood, source line and hint of the first complaints.
     """
-    found = complaints(step, stage=stage, limits=limits, rules=rules)
+    found = complaints(step, stage=stage, limits=limits)
     if found:
         raise refusal(step, found, after)
 
@@ -118,7 +124,7 @@ def check(
 def complaints(
     step: StepGraph,
     *,
-    stage: Stage = Stage.FINAL,
+    stage: Stage | None = Stage.FINAL,
     limits: Limits = Limits(),  # noqa: B008  frozen
     rules: Sequence[Rule] = RULES,
 ) -> list[Complaint]:

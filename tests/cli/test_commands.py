@@ -13,9 +13,10 @@ import torch
 
 from fsdp_compile.cli.checkpoint import step_folders
 from fsdp_compile.cli.main import main
-from fsdp_compile.cli.opt import read_passes
+from fsdp_compile.cli.opt import _items, make_pass
 from fsdp_compile.config.choices import DEFAULT_PASSES
 from fsdp_compile.cost.calibrated import load_hardware
+from fsdp_compile.passes.insert_collectives import InsertCollectives
 from fsdp_compile.passes.schedule_prefetch import SchedulePrefetch
 from tests.cli.conftest import Call
 from tests.formats.samples import save_steps
@@ -228,7 +229,7 @@ def test_a_graph_that_a_pass_cannot_take_is_refused_with_its_line(
     assert f'File "graph text", line {line}, in forward: {text.splitlines()[line - 1]}' in said
 
 
-def test_an_error_of_a_pass_on_a_right_graph_is_left_as_it_is(
+def test_an_error_of_a_pass_is_left_as_it_is_on_a_graph_as_it_requires(
     graph: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
@@ -237,9 +238,16 @@ def test_an_error_of_a_pass_on_a_right_graph_is_left_as_it_is(
     monkeypatch.setattr(SchedulePrefetch, "plan", fail)
     with pytest.raises(KeyError, match="inside"):
         call(f"opt --passes insert-collectives,schedule-prefetch {graph}")
+    assert "markers-gone: %read" in call(f"opt --passes schedule-prefetch {graph}", status=1)
+    monkeypatch.setattr(InsertCollectives, "plan", fail)
+    with pytest.raises(KeyError, match="inside"):  # it takes markers
+        call(f"opt --passes insert-collectives {graph}")
 
 
 def test_passes_take_options() -> None:
-    assert read_passes("schedule-prefetch(distance=2)") == [SchedulePrefetch(distance=2)]
-    assert [one.name for one in read_passes("bucket, schedule-reduce")] == ["bucket", "schedule-reduce"]
-    assert read_passes("none") == []
+    assert make_pass("schedule-prefetch", "distance=2") == SchedulePrefetch(distance=2)
+    assert list(_items("bucket, schedule-prefetch(distance=2)")) == [
+        ("bucket", ""),
+        ("schedule-prefetch", "distance=2"),
+    ]
+    assert list(_items("none")) == []

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_compile.cli.arguments import show
 from tests.cli.conftest import Call
 
 _MODULE = """
@@ -53,6 +54,16 @@ def test_parameters_are_gathered_in_the_dtype_that_was_asked_for(call: Call) -> 
         data = json.loads(call(f"explain explained_here:make_narrow --lower eager --param-dtype {dtype} --json"))
         sent = [each for graph in data["graphs"] for each in graph["collectives"]]
         assert {each["dtype"] for each in sent if each["kind"] == "all-gather"} == {dtype}
+
+
+def test_a_terminal_shows_the_parts_of_a_report_with_all_brackets(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    show("the text\n", ["blocks[bold]"], None)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    show("the text\n", ["blocks[bold]"], None)
+    show("the text\n", ["blocks[bold]"], "{}")
+    assert capsys.readouterr().out == "the text\nblocks[bold]\n{}\n"
 
 
 @pytest.mark.parametrize(

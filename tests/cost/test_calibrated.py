@@ -119,8 +119,12 @@ def test_a_file_that_is_none_is_named(kind: str, tmp_path: Path) -> None:
         load_hardware(path)
 
 
-def test_an_option_takes_the_path_and_names_a_file_that_is_missing(tmp_path: Path) -> None:
+def test_an_option_takes_the_path_and_names_a_file_that_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = _written(tmp_path, TEXT)
+    monkeypatch.chdir(tmp_path)
+    assert FSDPOptions.from_dict({"hardware": path.name}).planned_for == load_hardware(path)
     assert FSDPOptions.from_dict({"hardware": str(path)}).planned_for == load_hardware(path)
     assert FSDPOptions.from_dict({"hardware": path}).planned_for == load_hardware(path)
     with pytest.raises(ConfigError, match=r"nowhere\.json is no file(?s:.)*FileNotFoundError"):

@@ -12,21 +12,27 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecision as FSDP1MixedPrecision
+from torch.nn.modules.batchnorm import _BatchNorm
 
 import fsdp_compile
 from benchmarks.network.emulated import Network, emulated_world
 from benchmarks.network.wire import Link
 from benchmarks.peak import measured_peak_bytes, storage_bytes
-from fsdp_compile import MixedPrecision
+from fsdp_compile import FSDPPrefetch, MixedPrecision
 from fsdp_compile.cli.main import main
-from fsdp_compile.cost.hardware import hardware
+from fsdp_compile.config.policy import as_mixed_precision
+from fsdp_compile.cost.calibrated import load_hardware
+from fsdp_compile.cost.hardware import DEVICES, hardware
 from fsdp_compile.errors import ConfigError
+from fsdp_compile.layout.flat_layout import ReduceLayout
 from fsdp_compile.layout.spec import Reshard
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.search import search as searching
-from fsdp_compile.search.api import Fit, _explained, _tokens_of_a_sample
-from fsdp_compile.search.choice import Ask, Choice, Form, Offload
-from fsdp_compile.search.search import Program, Search
+from fsdp_compile.search.api import Fit, _tokens_of_a_sample, _written
+from fsdp_compile.search.choice import Ask, Choice, Configuration, Form, Offload
+from fsdp_compile.search.search import Found, Program, Search
 from tests.cost.test_calibrated import FOUND
 from tests.fake_world import fake_world
 from tests.models.round_sizes import WIDTH, Stack
@@ -49,6 +55,11 @@ def _plan(program: Program | None = None, **asked: Any) -> Fit:
     program = program or _program()
     asked = {"gpus": RANKS, "tokens_per_step": 4 * RANKS, "hardware": HOSTS, "options": program.options, **asked}
     return fsdp_compile.plan(program.model, *program.args, **asked)
+
+
+def _fit(made: Configuration, ask: Ask, program: Program) -> Fit:
+    """As if a search had found this configuration."""
+    return Fit("", ask, Found((made,), made, 1, None), (), program)
 
 
 CHOICES = [
@@ -78,7 +89,7 @@ def search() -> Search:
 def test_a_choice_is_priced_from_one_trace_as_explain_does_on_its_mesh(search: Search, choice: Choice) -> None:
     with searching.planning_world(RANKS):
         priced, made = search._price(choice, 0), search.configuration(choice)
-    plan = _explained(made, search.ask, search.program)
+    plan = _fit(made, search.ask, search.program).explain()
     assert priced.time_us == pytest.approx(plan.step_us)
     assert priced.peak_bytes == plan.peak_bytes
     assert priced.host_bytes == plan.host_bytes
@@ -165,7 +176,7 @@ def test_memory_that_holds_the_activations_of_some_blocks_computes_the_others_ag
     assert 0 < made.recomputed < made.blocks
     assert made.step_us > saved.step_us
     assert made.peak_bytes <= search.ask.memory_bytes
-    plan = _explained(made, search.ask, search.program)
+    plan = _fit(made, search.ask, search.program).explain()
     assert made.budget_gb is not None
     assert plan.peak_bytes <= made.budget_gb * 1e9
 
@@ -254,13 +265,15 @@ def test_what_cannot_be_searched_is_an_error(asked: dict[str, Any], what: str) -
 
 def test_the_command_takes_a_calibration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "hardware.json"
-    path.write_text(FOUND.to_text(), encoding="utf-8")
+    near = tuple(table for table in FOUND.collectives if table.on_one_host == table.ranks)
+    path.write_text(dataclasses.replace(FOUND, collectives=near).to_text(), encoding="utf-8")
     measured = f"plan tests.models.round_sizes:stack --gpus 2 --tokens-per-step 128 --hardware {path}"
     assert main([*measured.split(), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
-    assert said["asked"]["links_measured"]
+    assert said["asked"]["links_measured"] == ["nvlink4"]
     assert said["asked"]["memory_bytes"] == FOUND.memory_bytes
-    assert "\"hardware\": 'hardware.json'" in said["code"]
+    assert f"\"hardware\": '{path}'" in said["code"]
+    assert "# the file is of 16 ranks: run fsdp-compile calibrate on 2" in said["code"]
     assert main([*measured.split(), "--link", "1"]) == 2
     assert "--hardware, or the others" in capsys.readouterr().err
 
@@ -294,11 +307,22 @@ def test_each_flag_of_the_command_does_something(tmp_path: Path, capsys: pytest.
     assert _said("--tokens-per-step 256", capsys)["best"][0]["step_us"] > before["best"][0]["step_us"]
 
 
-def test_the_code_has_the_whole_policy_and_the_link() -> None:
-    policy = MixedPrecision(param_dtype=torch.bfloat16, output_dtype=torch.float32, cast_forward_inputs=False)
-    there = hardware("h100-sxm", 12.5)
-    fit = _plan(tokens_per_step=RANKS, hardware=there, options={"lower": "eager", "mp_policy": policy})
-    scope: dict[str, Any] = {"model": Stack()}
+GIVEN: list[dict[str, Any]] = [
+    {"mp_policy": MixedPrecision(torch.bfloat16, output_dtype=torch.float32, cast_forward_inputs=False)},
+    {"mp_policy": MixedPrecision(full_precision_classes=(nn.LayerNorm, _BatchNorm, Stack)), "bucket_mb": 2.5},
+    {"mp_policy": FSDP1MixedPrecision(torch.bfloat16, _module_classes_to_ignore=(nn.LayerNorm,))},
+    {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32), "reduce_layout": ReduceLayout.FSDP2},
+    {"prefetch": BackwardPrefetch.BACKWARD_POST},
+    {"prefetch": FSDPPrefetch(backward=None, forward=True)},
+]
+
+
+@pytest.mark.parametrize("given", GIVEN, ids=[str(number) for number in range(len(GIVEN))])
+@pytest.mark.parametrize("choice", [CHOICES[0], CHOICES[4], CHOICES[7]], ids=_name)
+def test_the_code_has_all_that_was_given_and_the_link(given: dict[str, Any], choice: Choice) -> None:
+    options, there = FSDPOptions(lower="eager", **given), hardware("h100-sxm", 12.5)
+    made = Configuration(choice, 1.0, 1.0, 1.0, {}, 1, 2, None if "prefetch" in given else 0.5, 0.0)
+    fit = _fit(made, dataclasses.replace(_ask(), hardware=there), dataclasses.replace(_program(), options=options))
     sharded: list[dict[str, Any]] = []
     compiled: list[dict[str, Any]] = []
     with (
@@ -306,10 +330,37 @@ def test_the_code_has_the_whole_policy_and_the_link() -> None:
         mock.patch("fsdp_compile.fully_shard", lambda _, **settings: sharded.append(settings)),
         mock.patch("torch.compile", lambda _, **settings: compiled.append(settings)),
     ):
-        exec(fit.code.replace("'cuda'", "'cpu'"), scope)
-    assert sharded[0]["mp_policy"] == policy
-    options = compiled[0]["options"]
-    assert (options["lower"], options.get("hardware", there)) == ("eager", there)
+        exec(fit.code.replace("'cuda'", "'cpu'"), {"model": Stack()})
+    (settings,), (call,) = sharded, compiled
+    policy = options.mp_policy
+    if choice.gather_format:
+        policy = dataclasses.replace(as_mixed_precision(policy), gather_dtype=torch.int8)
+    assert settings.pop("mp_policy", None) == policy
+    assert isinstance(settings.pop("offload_policy", None), CPUOffloadPolicy) == (choice.offload is Offload.CPU)
+    assert settings.pop("mesh").shape == choice.mesh[0]
+    assert settings == {"reshard_after_forward": choice.reshard_after_forward}
+    planned: dict[str, Any] = {} if "prefetch" in given else {"hardware": there, "memory_budget_gb": 0.5}
+    assert FSDPOptions(**call["options"]) == dataclasses.replace(options, mp_policy=None, regions="whole", **planned)
+
+
+def test_a_class_that_no_module_has_is_written_by_its_name() -> None:
+    class Inside(nn.Module):
+        pass
+
+    imports: set[str] = set()
+    assert _written((Inside, _Around), imports) == f"(Inside, {__name__}._Around,)"
+    assert imports == {__name__}
+
+
+def test_mfu_is_of_the_data_sheets_peak(search: Search, tmp_path: Path) -> None:
+    path = tmp_path / "hardware.json"
+    path.write_text(FOUND.to_text(), encoding="utf-8")
+    there = load_hardware(path)
+    half = Search(search.program, dataclasses.replace(search.ask, hardware=there))
+    with searching.planning_world(RANKS):
+        made, flops = half.configuration(CHOICES[0]), half._price(CHOICES[0], 0).flops
+    assert there.device.matmul_peak(torch.float32).value == 40e12
+    assert made.mfu == pytest.approx(flops / (made.step_us * 1e-6) / DEVICES["h100-sxm"].matmul[torch.float32].value)
 
 
 @pytest.mark.parametrize("wrong", ["--memory much", "--tokens-per-step few", "--device abacus", "--gpus 0"])
