@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from fsdp_compile._torch.distributed import collectives
-from fsdp_compile.ir.graph import EXCHANGES, Role, role_of
+from fsdp_compile.ir.graph import EXCHANGES, ITEMS, STARTS, WAITS, Role, role_of
 from fsdp_compile.ops.effects import RESHARD
 
 aten = torch.ops.aten
@@ -39,10 +39,9 @@ _POINTWISE = {
 }  # fmt: skip
 _SHARES_MEMORY = {getitem, aten._unsafe_view.default, collectives.wait_tensor.default}
 _COMMUNICATION = {
-    Role.GATHER, Role.GATHER_ITEM, Role.GATHER_WAIT, Role.REDUCE, Role.REDUCE_ITEM, Role.REDUCE_WAIT,
-    Role.REPLICATE, Role.REPLICATE_ITEM, Role.REPLICATE_WAIT, Role.RESHARD,
-    Role.OFFLOAD_IN, Role.OFFLOAD_IN_WAIT, Role.OFFLOAD_OUT, Role.OFFLOAD_OUT_WAIT, *EXCHANGES,
-}  # fmt: skip
+    *(*STARTS, *ITEMS, *WAITS, *EXCHANGES, Role.RESHARD),
+    *(Role.OFFLOAD_IN, Role.OFFLOAD_IN_WAIT, Role.OFFLOAD_OUT, Role.OFFLOAD_OUT_WAIT),
+}
 
 
 WRITTEN = "inductor_realize_to_strides"
@@ -87,6 +86,13 @@ def shares_memory(node: fx.Node) -> bool:
     return node.op == "call_function" and _returned(node.target)[0]
 
 
+def shown_by(node: fx.Node) -> fx.Node:
+    """The node whose memory a view shows."""
+    while shares_memory(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
 def _is_view(node: fx.Node) -> bool:
     return node.op == "call_function" and _returned(node.target) == (True, False)
 
@@ -109,9 +115,7 @@ def looks_up(node: fx.Node) -> bool:
     """
     if node.target is not aten.embedding.default:
         return False
-    table = node.all_input_nodes[0]
-    while shares_memory(table):
-        table = table.all_input_nodes[0]
+    table = shown_by(node.all_input_nodes[0])
     return WRITTEN in table.meta or not is_fusible(table)
 
 
