@@ -69,7 +69,6 @@ class Kernels:
 
     of: Mapping[fx.Node, int]
     inner: frozenset[fx.Node]
-    fused: bool
     forced: Mapping[fx.Node, fx.Node] = dataclasses.field(default_factory=dict)
 
 
@@ -140,7 +139,7 @@ def plan_kernels(graph: fx.Graph, fusion: Fusion) -> Kernels:
         in_run = joins
         of[node] = number
     if fusion is Fusion.NONE:
-        return Kernels(of, frozenset(), fused=False)
+        return Kernels(of, frozenset())
     fused = [node for node in of if is_fusible(node) and WRITTEN not in node.meta]
     inner = frozenset(node for node in fused if _stays_inside(node, of))
     place = {node: number for number, node in enumerate(graph.nodes)}
@@ -150,7 +149,7 @@ def plan_kernels(graph: fx.Graph, fusion: Fusion) -> Kernels:
         if node not in inner and getattr(node.target, "overloadpacket", None) not in _REDUCTIONS
     }
     later = {node: by for node, by in forced.items() if by is not None and by is not node}
-    return Kernels(of, inner, fused=True, forced=later)
+    return Kernels(of, inner, later)
 
 
 def _stays_inside(node: fx.Node, of: dict[fx.Node, int]) -> bool:
