@@ -45,11 +45,7 @@ def node_costs(
 ) -> dict[fx.Node, NodeCost]:
     """Costs of all nodes; memory that a kernel reads twice is counted at the first node that reads it.
 
-    Args:
-        graph: The graph.
-        hardware: What it runs on.
-        kernels: What is fused.
-        wanted: The nodes whose costs are asked for, if not those of all; others may be missing.
+    If only some are `wanted`, others may be missing.
     """
     device = hardware.device
     costs = dict.fromkeys(graph.nodes if wanted is None else wanted, FREE)

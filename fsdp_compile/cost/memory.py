@@ -258,12 +258,7 @@ def memory_of_step(
     Behind a graph break a forward runs while what earlier ones have saved is in memory, and a backward runs beside the
     sharded gradients of those before it. What a graph returns is counted in the graph that takes it.
 
-    Args:
-        regions: In the order in which they run, of each its forward and, when training, its backward.
-        kernels: How a graph is run.
-
-    Returns:
-        For each region and graph its memory, with what the other regions hold meanwhile.
+    Regions are in the order in which they run: of each its forward and, when training, its backward.
     """
     alone: list[list[Memory]] = []
     for forward, *backward in regions:

@@ -49,16 +49,7 @@ def build_plan(
     hardware: Hardware,
     fusion: Fusion,
 ) -> Plan:
-    """Reports on all graphs of a sharded model.
-
-    Args:
-        model: The sharded model.
-        units: Its units.
-        regions: For each compiled region its forward and, when training, its backward.
-        world_size: Ranks.
-        hardware: What times are estimated for.
-        fusion: How the graphs are run.
-    """
+    """Reports on all graphs of a sharded model: of each region its forward and, when training, its backward."""
     titles = frozenset(unit.title for unit in units)
     kernels = {step.graph: plan_kernels(step.graph, fusion) for steps in regions for step in steps}
     memories = memory_of_step(regions, lambda step: kernels[step.graph])
