@@ -36,10 +36,7 @@ _TAIL = frozenset({Role.REDUCE_WAIT, *_OVER_REPLICAS, Role.SHARD_GRADIENT, Role.
 def take_head(step: StepGraph, ahead: int | None, *, has_backward: bool) -> tuple[Head | None, list[torch.Tensor]]:
     """Takes the all-gathers of the first unit out of a graph, which takes them running as further inputs.
 
-    Args:
-        step: The graph; changed.
-        ahead: How many graphs ahead of it may gather.
-        has_backward: Whether it is a forward of a training step.
+    They may start `ahead` graphs before it.
 
     Returns:
         The head, if there are any, and of parameter groups; and stand-ins of what runs.

@@ -145,12 +145,8 @@ def _readers_of(start: fx.Node) -> list[fx.Node]:
 def sort_nodes(nodes: Sequence[fx.Node], pairs: Iterable[tuple[fx.Node, fx.Node]]) -> list[fx.Node] | None:
     """The nodes of a graph in the order given, except that what has to come before a node comes before it.
 
-    Args:
-        nodes: All nodes, in an order that data flow need not allow.
-        pairs: A node, and one that comes behind it.
-
-    Returns:
-        The order; `None` if there is none, since pairs and data flow contradict one another.
+    Data flow need not allow the order given. Each of `pairs` is a node, and one that comes behind it. `None` if data
+    flow and they contradict one another.
     """
     order = {node: place for place, node in enumerate(nodes)}
     before: dict[fx.Node, list[fx.Node]] = {node: list(node.all_input_nodes) for node in nodes}

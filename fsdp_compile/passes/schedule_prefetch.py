@@ -75,8 +75,6 @@ class SchedulePrefetch(_Prefetch):
 
     def plan(self, step: StepGraph) -> PrefetchPlan:
         """Finds the anchor of each gather."""
-        if self.distance == 0:
-            return PrefetchPlan(())
         order, top = step.order(), _top_of(step)
         gathers = list(step.nodes(Role.GATHER))
         first_waits = [_first_wait(gather, order) for gather in gathers]
