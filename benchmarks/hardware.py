@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
@@ -15,11 +15,13 @@ import fsdp_compile
 from benchmarks.contenders import Setup
 from benchmarks.models import Task
 from fsdp_compile.calibrate import median_us
-from fsdp_compile.cost.compute import runs_alone, signature_of, value_of
-from fsdp_compile.cost.fusion import plan_kernels
+from fsdp_compile.cost.communicate import is_own
+from fsdp_compile.cost.compute import value_of
+from fsdp_compile.cost.fusion import Fusion, is_fusible, launches_nothing
 from fsdp_compile.cost.hardware import DEVICES, Hardware, Link, Port, Quantity, make_link
 from fsdp_compile.cost.sizes import concrete, tensor_bytes
 from fsdp_compile.explain import Plan
+from fsdp_compile.ir.graph import record_of
 
 _CPU: Final = torch.device("cpu")
 
@@ -71,13 +73,44 @@ def measured(plan: Plan, rounds: int = 5) -> Hardware:
     """
     assert plan.traced is not None
     times: dict[str, float] = {}
-    for step in (step for steps in plan.steps for step in steps):
-        kernels = plan_kernels(step.graph, plan.traced.fusion)
-        for node in step.graph.nodes:
-            if runs_alone(node, kernels) and signature_of(node) not in times:
-                with contextlib.suppress(RuntimeError, IndexError, ValueError, TypeError):
-                    times[signature_of(node)] = median_us(_runnable(node), _CPU, rounds)
-    return dataclasses.replace(plan.hardware, device=dataclasses.replace(plan.hardware.device, measured=times))
+    fusion = plan.traced.fusion
+    for node in (node for steps in plan.steps for step in steps for node in step.graph.nodes):
+        if runs_alone(node, fusion) and signature_of(node) not in times:
+            with contextlib.suppress(RuntimeError, IndexError, ValueError, TypeError):
+                times[signature_of(node)] = median_us(_runnable(node), _CPU, rounds)
+    device = dataclasses.replace(plan.hardware.device, estimate=MeasuredTimes(times, fusion))
+    return dataclasses.replace(plan.hardware, device=device)
+
+
+@dataclasses.dataclass(frozen=True)
+class MeasuredTimes:
+    """Measured times in us by `signature_of`, as `Device.estimate`; other ranks get them by pickle."""
+
+    times: Mapping[str, float]
+    fusion: Fusion
+
+    def __call__(self, node: fx.Node) -> float | None:
+        return self.times.get(signature_of(node)) if runs_alone(node, self.fusion) else None
+
+
+def signature_of(node: fx.Node) -> str:
+    """A text that is equal for nodes that do the same to values of the same types, in any model and on any rank."""
+
+    def spell(argument: Any) -> str:
+        value = value_of(argument)
+        if not isinstance(value, torch.Tensor):
+            return str(value)
+        shape, strides = ([concrete(n) for n in of] for of in (value.shape, value.stride()))
+        return f"{str(value.dtype).removeprefix('torch.')}{shape}{strides}"
+
+    return f"{node.target}{tree_map(spell, (node.args, dict(sorted(node.kwargs.items()))))}"
+
+
+def runs_alone(node: fx.Node, fusion: Fusion) -> bool:
+    """Whether a node of the model's own is a kernel by itself, so that its time can be measured separately."""
+    if node.op != "call_function" or record_of(node) is not None or launches_nothing(node) or is_own(node):
+        return False
+    return fusion is Fusion.NONE or not is_fusible(node)
 
 
 def _runnable(node: fx.Node) -> Callable[[], object]:

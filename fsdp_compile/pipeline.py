@@ -88,14 +88,8 @@ def graphs_ahead(options: FSDPOptions, phase: Phase) -> int | None:
 def keep(forward: StepGraph, backward: StepGraph, options: FSDPOptions, *, whole: bool) -> tuple[str, ...]:
     """Leaves gathered parameters unsharded for backward where that is left open and a plan has room for them.
 
-    Args:
-        forward: The forward graph before the passes; edited in place.
-        backward: Its backward graph, likewise.
-        options: Of the compile.
-        whole: Whether the two are all of the model; several graphs would each use the memory of all.
-
-    Returns:
-        The units that stay unsharded.
+    Edits both graphs, which the passes have not seen, and returns the units that stay. Nothing stays unless the two are
+    the whole model: several graphs would each use the memory of all.
     """
     if not whole or options.prefetch != "auto":
         return ()

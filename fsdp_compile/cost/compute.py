@@ -12,30 +12,9 @@ from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from fsdp_compile.cost.communicate import is_own
-from fsdp_compile.cost.fusion import Kernels, is_fusible, launches_nothing, shares_memory
-from fsdp_compile.cost.hardware import Device, Hardware
+from fsdp_compile.cost.fusion import Kernels, launches_nothing, shares_memory
+from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.cost.sizes import concrete, result_bytes, tensor_bytes, tensors_of
-from fsdp_compile.ir.graph import record_of
-
-
-def signature_of(node: fx.Node) -> str:
-    """A text that is equal for nodes that do the same to values of the same types, in any model and on any rank."""
-
-    def spell(argument: Any) -> str:
-        value = value_of(argument)
-        if not isinstance(value, torch.Tensor):
-            return str(value)
-        shape, strides = ([concrete(n) for n in of] for of in (value.shape, value.stride()))
-        return f"{str(value.dtype).removeprefix('torch.')}{shape}{strides}"
-
-    return f"{node.target}{tree_map(spell, (node.args, dict(sorted(node.kwargs.items()))))}"
-
-
-def runs_alone(node: fx.Node, kernels: Kernels) -> bool:
-    """Whether a node of the model's own is a kernel by itself, so that its time can be measured separately."""
-    if node.op != "call_function" or record_of(node) is not None or launches_nothing(node) or is_own(node):
-        return False
-    return not (is_fusible(node) and kernels.fused)
 
 
 def value_of(argument: Any) -> Any:
@@ -50,7 +29,7 @@ aten = torch.ops.aten
 class NodeCost:
     """What one node costs; a multiply and an add are two FLOPs.
 
-    `time_us` is the device's own estimate, or measured, or the roofline of the two others.
+    `time_us` is the device's own estimate, or the roofline of the two others.
     """
 
     flops: int
@@ -66,11 +45,7 @@ def node_costs(
 ) -> dict[fx.Node, NodeCost]:
     """Costs of all nodes; memory that a kernel reads twice is counted at the first node that reads it.
 
-    Args:
-        graph: The graph.
-        hardware: What it runs on.
-        kernels: What is fused.
-        wanted: The nodes whose costs are asked for, if not those of all; others may be missing.
+    If only some are `wanted`, others may be missing.
     """
     device = hardware.device
     costs = dict.fromkeys(graph.nodes if wanted is None else wanted, FREE)
@@ -91,20 +66,12 @@ def node_costs(
         size_bytes = sum(_read_bytes(node, views[source]) for source in sources)
         size_bytes += 0 if node in kernels.inner else result_bytes(node)
         flops = _flops(node)
-        time_us = 0.0 if is_own(node) else _known_us(node, device, kernels)  # it takes time on its link
+        time_us = 0.0 if is_own(node) else device.estimate and device.estimate(node)  # it takes time on its link
         if time_us is None:
             computing_us = flops * 1e6 / device.flops_per_s(multiplied_dtype(node))
             time_us = max(computing_us, size_bytes * 1e6 / device.bytes_per_s)
         costs[node] = NodeCost(flops, size_bytes, time_us)
     return costs
-
-
-def _known_us(node: fx.Node, device: Device, kernels: Kernels) -> float | None:
-    """A time that is better than the roofline: the device's estimate, else a measurement."""
-    estimated = None if device.estimate is None else device.estimate(node)
-    if estimated is not None:
-        return estimated
-    return device.measured.get(signature_of(node)) if device.measured and runs_alone(node, kernels) else None
 
 
 def _flops(node: fx.Node) -> int:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from fsdp_compile.cost.fusion import Kernels, shares_memory
+from fsdp_compile.cost.fusion import Kernels, shown_by
 from fsdp_compile.cost.sizes import result_bytes
 from fsdp_compile.ir.graph import Role, StepGraph, record_of
 from fsdp_compile.ops.post_forward import OWN_PART
@@ -76,9 +76,7 @@ def _moved_bytes(node: fx.Node, kernels: Kernels) -> int:
     """Bytes that a move takes from memory."""
     moved = 0
     for source in node.all_input_nodes:
-        maker = source
-        while shares_memory(maker) and maker.all_input_nodes:
-            maker = maker.all_input_nodes[0]
+        maker = shown_by(source)
         # Storing what the same kernel has just computed costs no read.
         if maker not in kernels.inner:
             moved += min(result_bytes(source), result_bytes(node))

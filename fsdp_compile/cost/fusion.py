@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from fsdp_compile._torch.distributed import collectives
-from fsdp_compile.ir.graph import EXCHANGES, Role, role_of
+from fsdp_compile.ir.graph import EXCHANGES, ITEMS, STARTS, WAITS, Role, role_of
 from fsdp_compile.ir.queries import returned_aliases
 from fsdp_compile.ops.effects import RESHARD
 
@@ -40,10 +40,9 @@ _POINTWISE = {
 }  # fmt: skip
 _SHARES_MEMORY = {getitem, aten._unsafe_view.default, collectives.wait_tensor.default}
 _COMMUNICATION = {
-    Role.GATHER, Role.GATHER_ITEM, Role.GATHER_WAIT, Role.REDUCE, Role.REDUCE_ITEM, Role.REDUCE_WAIT,
-    Role.REPLICATE, Role.REPLICATE_ITEM, Role.REPLICATE_WAIT, Role.RESHARD,
-    Role.OFFLOAD_IN, Role.OFFLOAD_IN_WAIT, Role.OFFLOAD_OUT, Role.OFFLOAD_OUT_WAIT, *EXCHANGES,
-}  # fmt: skip
+    *(*STARTS, *ITEMS, *WAITS, *EXCHANGES, Role.RESHARD),
+    *(Role.OFFLOAD_IN, Role.OFFLOAD_IN_WAIT, Role.OFFLOAD_OUT, Role.OFFLOAD_OUT_WAIT),
+}
 
 
 WRITTEN = "inductor_realize_to_strides"
@@ -71,13 +70,19 @@ class Kernels:
 
     of: Mapping[fx.Node, int]
     inner: frozenset[fx.Node]
-    fused: bool
     forced: Mapping[fx.Node, fx.Node] = dataclasses.field(default_factory=dict)
 
 
 def shares_memory(node: fx.Node) -> bool:
     """Whether a node's result shares memory with an input: a view, a wait, an item, an in-place update."""
     return node.op == "call_function" and (node.target in _SHARES_MEMORY or bool(returned_aliases(node.target)))
+
+
+def shown_by(node: fx.Node) -> fx.Node:
+    """The node whose memory a view shows."""
+    while shares_memory(node):
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _is_view(node: fx.Node) -> bool:
@@ -102,9 +107,7 @@ def looks_up(node: fx.Node) -> bool:
     """
     if node.target is not aten.embedding.default:
         return False
-    table = node.all_input_nodes[0]
-    while shares_memory(table):
-        table = table.all_input_nodes[0]
+    table = shown_by(node.all_input_nodes[0])
     return WRITTEN in table.meta or not is_fusible(table)
 
 
@@ -129,7 +132,7 @@ def plan_kernels(graph: fx.Graph, fusion: Fusion) -> Kernels:
         in_run = joins
         of[node] = number
     if fusion is Fusion.NONE:
-        return Kernels(of, frozenset(), fused=False)
+        return Kernels(of, frozenset())
     fused = [node for node in of if is_fusible(node) and WRITTEN not in node.meta]
     inner = frozenset(node for node in fused if _stays_inside(node, of))
     place = {node: number for number, node in enumerate(graph.nodes)}
@@ -139,7 +142,7 @@ def plan_kernels(graph: fx.Graph, fusion: Fusion) -> Kernels:
         if node not in inner and getattr(node.target, "overloadpacket", None) not in _REDUCTIONS
     }
     later = {node: by for node, by in forced.items() if by is not None and by is not node}
-    return Kernels(of, inner, fused=True, forced=later)
+    return Kernels(of, inner, later)
 
 
 def _stays_inside(node: fx.Node, of: dict[fx.Node, int]) -> bool:

@@ -194,7 +194,6 @@ class Device:
         per_host: Devices of a host, for plans that no launcher says it for.
         estimate: Says how long a node takes in us, or `None`; asked first. It must depend on the node alone, so that it
             is the same on every rank.
-        measured: Times in us by `cost.compute.signature_of`; taken where `estimate` has none.
     """
 
     name: str
@@ -208,7 +207,6 @@ class Device:
     near: Link
     per_host: Quantity
     estimate: Estimate | None = dataclasses.field(default=None, repr=False)
-    measured: Mapping[str, float] = dataclasses.field(default_factory=dict, repr=False)
 
     def matmul_peak(self, dtype: torch.dtype | None) -> Quantity:
         """The peak of matmuls of `dtype`, as torch is set now."""

@@ -19,7 +19,7 @@ from fsdp_compile._torch.dynamo import is_saved_for_backward, updated_input
 from fsdp_compile.cost.communicate import is_own, own_start_of
 from fsdp_compile.cost.fusion import Kernels, shares_memory
 from fsdp_compile.cost.sizes import result_bytes, tensor_bytes, tensors_of, tensors_of_value
-from fsdp_compile.ir.graph import Phase, Role, StepGraph, require, role_of
+from fsdp_compile.ir.graph import STARTS, WAITS, Phase, Role, StepGraph, require, role_of
 
 
 class Holder(enum.Enum):
@@ -47,8 +47,6 @@ _HOLDERS = {
     Role.SHARD_GRADIENT: Holder.SHARD_GRADIENT,
     Role.FLAT_GRADIENT: Holder.SHARD_GRADIENT,
 }
-_STARTS = (Role.GATHER, Role.REDUCE, Role.REPLICATE)
-_WAITS = (Role.GATHER_WAIT, Role.REDUCE_WAIT, Role.REPLICATE_WAIT)
 
 
 @dataclasses.dataclass(eq=False)
@@ -175,7 +173,7 @@ class _Walk:
             return [self.behind[node.all_input_nodes[0]][node.args[1]]]  # type: ignore[index]
         if shares_memory(node):
             shared = self._all(node.all_input_nodes[0])
-            if role_of(node) in _WAITS or own_start_of(node) is not None:
+            if role_of(node) in WAITS or own_start_of(node) is not None:
                 for buffer in shared:
                     self._touch(self.in_flight.get(buffer, ()), position)
             return [shared]
@@ -195,7 +193,7 @@ class _Walk:
         of_each = [tuple(Buffer(node, tensor_bytes(t), holder, position, position) for t in each) for each in results]
         made = [buffer for held in of_each for buffer in held]
         self.buffers += made
-        if role in _STARTS or is_own(node):
+        if role in STARTS or is_own(node):
             # A running collective reads its inputs until the wait, see `_results`.
             self.in_flight.update(dict.fromkeys(made, sources))
         # What becomes a message was an unsharded gradient, although a node of the model's own computed it.
@@ -256,12 +254,7 @@ def memory_of_step(
     Behind a graph break a forward runs while what earlier ones have saved is in memory, and a backward runs beside the
     sharded gradients of those before it. What a graph returns is counted in the graph that takes it.
 
-    Args:
-        regions: In the order in which they run, of each its forward and, when training, its backward.
-        kernels: How a graph is run.
-
-    Returns:
-        For each region and graph its memory, with what the other regions hold meanwhile.
+    Regions are in the order in which they run: of each its forward and, when training, its backward.
     """
     alone: list[list[Memory]] = []
     for forward, *backward in regions:

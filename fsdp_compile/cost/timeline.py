@@ -28,7 +28,7 @@ from fsdp_compile.cost.communicate import (
 from fsdp_compile.cost.compute import NodeCost, node_costs
 from fsdp_compile.cost.fusion import Kernels
 from fsdp_compile.cost.hardware import Hardware
-from fsdp_compile.ir.graph import Role, StepGraph, role_of
+from fsdp_compile.ir.graph import ITEMS, WAITS, Role, StepGraph, role_of
 
 
 class SharedLink:
@@ -205,8 +205,7 @@ def simulate(events: Iterable[Event]) -> Timeline:
     return Timeline(reached, transfers, busy, computed, now, max([now, *(t.end_us for t in transfers.values())]))
 
 
-_ITEMS = (Role.GATHER_ITEM, Role.REDUCE_ITEM, Role.REPLICATE_ITEM)
-_WAITS = (Role.GATHER_WAIT, Role.REDUCE_WAIT, Role.REPLICATE_WAIT, Role.OFFLOAD_IN_WAIT, Role.OFFLOAD_OUT_WAIT)
+_WAITS = (*WAITS, Role.OFFLOAD_IN_WAIT, Role.OFFLOAD_OUT_WAIT)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,5 +270,5 @@ def waited_for(node: fx.Node) -> fx.Node | None:
 
 def waits_of(start: fx.Node) -> list[fx.Node]:
     """The waits for a collective, in the order of its messages."""
-    running = [start, *(u for u in start.users if role_of(u) in _ITEMS)]
+    running = [start, *(u for u in start.users if role_of(u) in ITEMS)]
     return [user for node in running for user in node.users if role_of(user) in _WAITS]

@@ -94,13 +94,8 @@ def traced_model(
 ) -> Traced:
     """Traces a sharded copy of a plain model, inside of `planning_world`.
 
-    Args:
-        plain: The model, which is only read.
-        inputs: What its forward is called with.
-        ranks: Of the world.
-        options: Of the compile.
-        recomputed: How many blocks are computed again in backward, in graphs that are captured and on which no passes
-            run; `None` for as few as the budget allows.
+    `recomputed` blocks are computed again in backward, in graphs that are captured and on which no passes run; `None`
+    for as few as the budget allows.
 
     Raises:
         UnsupportedModelError: If the model cannot be traced or sharded.

@@ -31,14 +31,13 @@ from fsdp_compile.explain.skipped import skipped
 from fsdp_compile.explain.tables import time
 from fsdp_compile.explain.units import UnitData, reads_of, unit_plan, volume
 from fsdp_compile.fsdp2.module_class import user_class
-from fsdp_compile.ir.graph import Phase, Role, StepGraph, require, role_of
+from fsdp_compile.ir.graph import ITEMS, Phase, Role, StepGraph, require, role_of
 from fsdp_compile.ir.queries import aliases, module_of, unit_of
 
 _LARGEST: Final = 12
 """Pieces of memory that are listed of a peak."""
 _NEGLIGIBLE_US: Final = 1.0
 _NEGLIGIBLE_SHARE: Final = 0.01
-_ITEMS: Final = (Role.GATHER_ITEM, Role.REDUCE_ITEM, Role.REPLICATE_ITEM)
 
 
 def build_plan(
@@ -50,16 +49,7 @@ def build_plan(
     hardware: Hardware,
     fusion: Fusion,
 ) -> Plan:
-    """Reports on all graphs of a sharded model.
-
-    Args:
-        model: The sharded model.
-        units: Its units.
-        regions: For each compiled region its forward and, when training, its backward.
-        world_size: Ranks.
-        hardware: What times are estimated for.
-        fusion: How the graphs are run.
-    """
+    """Reports on all graphs of a sharded model: of each region its forward and, when training, its backward."""
     titles = frozenset(unit.title for unit in units)
     kernels = {step.graph: plan_kernels(step.graph, fusion) for steps in regions for step in steps}
     memories = memory_of_step(regions, lambda step: kernels[step.graph])
@@ -192,7 +182,7 @@ class _Report:
 def _messages(start: fx.Node, sent: Communication) -> Iterator[Message]:
     # A reduce-scatter returns this rank's part of the message, the others all of it.
     ranks = sent.ranks if sent.kind is Kind.REDUCE else 1
-    for item in [user for user in start.users if role_of(user) in _ITEMS] or [start]:
+    for item in [user for user in start.users if role_of(user) in ITEMS] or [start]:
         yield Message(require(item).parameters, result_bytes(item) * ranks)
 
 

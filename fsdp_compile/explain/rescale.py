@@ -118,11 +118,7 @@ class Traced:
     ) -> tuple[list[list[StepGraph]], Sequence[UnitData]]:
         """Runs the passes on copies of the traced graphs.
 
-        Args:
-            sharding: What they are rewritten for; `None` for what they were traced for.
-            batch: Size of an open batch.
-            planned_for: Device and links of a planned schedule.
-            options: Of the passes.
+        They are rewritten for a sharding; `None` for that of the trace. `batch` is the size of an open one.
 
         Returns:
             For each region its graphs after the passes, and the units with their parameters so sharded.

@@ -161,8 +161,7 @@ def planning_world(world_size: int | None) -> Iterator[int]:
     What a forward does in Python runs while it is traced, and may draw numbers; a rank that explains would then draw
     others than its neighbours do. So the states of Python's, numpy's and torch's generators are restored at the end.
 
-    Args:
-        world_size: Ranks to plan for; `None` for those of the group that is initialized.
+    Without a number they are those of the group that is initialized.
 
     Yields:
         The number of ranks. A group that was made for this is destroyed at the end.

@@ -96,7 +96,6 @@ class StepProfile:
     title: str
     planned: Side
     measured: Side
-    derived: ClassVar = ()
 
     def __str__(self) -> str:
         return as_text([self.table().text()], width=80)

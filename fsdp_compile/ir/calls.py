@@ -7,23 +7,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Final
 
 import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from fsdp_compile.ir.graph import EXCHANGES, Role, StepGraph, require, role_of
+from fsdp_compile.ir.graph import EXCHANGES, STARTS, Role, StepGraph, require, role_of
 
-STARTS: Final = (Role.GATHER, Role.REDUCE, Role.REPLICATE, *EXCHANGES)
-"""Roles of the nodes that start a collective."""
 _NAMES = re.compile(r"(?<= of )(.*?)(?= \()")
 """The names of parameters in a line."""
 
 
 def starts_of(step: StepGraph) -> Iterator[fx.Node]:
     """The nodes that start a collective, in graph order."""
-    return step.nodes(*STARTS)
+    return step.nodes(*STARTS, *EXCHANGES)
 
 
 def group_of(node: fx.Node) -> str:

@@ -73,9 +73,7 @@ def move(graph: fx.Graph, moves: Iterable[tuple[Iterable[fx.Node], fx.Node]]) ->
     The order that comes out is one that can run: whatever would stand in front of a node that it needs, a moved one or
     one that reads a moved one, stands right behind that. Order that data flow does not tell (`kept_order`) stays.
 
-    Args:
-        graph: The graph.
-        moves: Nodes and their anchor; each is asked for when those before it have been moved.
+    Each of `moves`, nodes and their anchor, is asked for when those before it have been moved.
     """
     needs: dict[fx.Node, list[fx.Node]] = {node: list(node.all_input_nodes) for node in graph.nodes}
     for first, later in kept_order(graph):

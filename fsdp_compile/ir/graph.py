@@ -91,6 +91,12 @@ SENT = (Role.SHARD, Role.OFFLOAD_IN, Role.OFFLOAD_IN_WAIT)
 """Roles of the nodes between a flat parameter and its all-gather."""
 MADE = (Role.GRADIENT, Role.AVERAGE_ROWS)
 """Roles of the nodes whose records tell which parameters get gradients."""
+STARTS = (Role.GATHER, Role.REDUCE, Role.REPLICATE)
+"""Roles of the nodes that start a collective."""
+ITEMS = (Role.GATHER_ITEM, Role.REDUCE_ITEM, Role.REPLICATE_ITEM)
+"""Roles of one message of a grouped collective that is still running."""
+WAITS = (Role.GATHER_WAIT, Role.REDUCE_WAIT, Role.REPLICATE_WAIT)
+"""Roles of the nodes that complete a collective, or one message of it."""
 EXCHANGES = (Role.LOOK_UP, Role.AVERAGE_ROWS)
 """Roles of nodes that communicate and compute at once: what comes after them waits for them."""
 GRADIENTS = (Role.FLAT_GRADIENT, Role.PARTIAL_GRADIENT, Role.UNREDUCED_GRADIENT)

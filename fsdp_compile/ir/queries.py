@@ -227,6 +227,16 @@ def upstream(node: fx.Node, *roles: Role) -> list[fx.Node]:
     return list(found)
 
 
+def with_sources(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Some nodes, and everything that they are computed from."""
+    found, todo = set[fx.Node](), list(nodes)
+    while todo:
+        node = todo.pop()
+        todo += () if node in found else node.all_input_nodes
+        found.add(node)
+    return found
+
+
 def functions_of(call: fx.Node) -> list[fx.Node]:
     """The nodes among a call's arguments that are functions."""
     return [n for n in call.all_input_nodes if n.op == "get_attr" and isinstance(attribute(n), fx.GraphModule)]

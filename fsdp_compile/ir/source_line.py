@@ -38,11 +38,9 @@ def frames_of(node: fx.Node) -> list[Frame]:
 
 
 def source_line(node: fx.Node, *, that_calls: str | None = None) -> str:
-    """The innermost call of a function of the user's in which a node was recorded, as text for errors.
+    """The innermost call of a function of the user's in which a node was recorded, or of any if none is, for errors.
 
-    Args:
-        node: The node; if no function of the user's recorded it, its innermost call counts.
-        that_calls: A file: only calls before the first one of a function in it count.
+    With `that_calls`, a file, only calls before the first one of a function in it count.
     """
     frames = frames_of(node)
     if that_calls is not None:

@@ -42,6 +42,9 @@ class EagerBuilder:
         return x
 
 
+EAGER = EagerBuilder()
+
+
 def view(b: Builder[T], x: T, shape: Sequence[int]) -> T:
     """`x` with another shape: a view where its strides allow one, else a contiguous copy."""
     value = b.value(x)
@@ -77,12 +80,8 @@ def pad_end(b: Builder[T], x: T, dim: int, amount: int) -> T:
 def full_parameter(b: Builder[T], gathered: T, spec: UnshardSpec, *, start: int, span: int) -> T:
     """The full parameter out of the message of an all-gather.
 
-    Args:
-        b: Runs or records operators.
-        gathered: `[size * span]` elements, rank after rank, in the dtype of the result.
-        spec: Of the parameter.
-        start: Where in each rank's span the parameter starts.
-        span: Elements that each rank sent.
+    `gathered` has `[size * span]` elements, rank after rank, in the dtype of the result. In each rank's span the
+    parameter starts at `start`.
 
     Returns:
         A tensor of `spec.shape`, its dimensions in memory in `spec.order` (then always a copy); a view of `gathered`

@@ -32,10 +32,10 @@ import torch
 from torch import fx
 
 from fsdp_compile._torch.distributed import collectives
-from fsdp_compile.cost.fusion import WRITTEN, looks_up, shares_memory
+from fsdp_compile.cost.fusion import WRITTEN, looks_up, shown_by
 from fsdp_compile.cost.sizes import result_bytes
 from fsdp_compile.ir.edit import GraphBuilder
-from fsdp_compile.ir.graph import Role, require, role_of
+from fsdp_compile.ir.graph import STARTS, require, role_of
 from fsdp_compile.layout.messages import cast as cast_to
 from fsdp_compile.layout.messages import view
 from fsdp_compile.layout.wire_formats import FORMATS
@@ -45,7 +45,6 @@ from fsdp_compile.ops.quantize import DEQUANTIZE
 aten = torch.ops.aten
 _CAST = torch.ops.prims.convert_element_type.default
 _ONE_BY_ONE = (_CAST, aten.div.Tensor, aten.mul.Tensor)
-_STARTS = (Role.GATHER, Role.REDUCE, Role.REPLICATE)
 
 
 def keep_matmuls(graph: fx.Graph) -> None:
@@ -76,21 +75,14 @@ def write_before_waits(graph: fx.Graph) -> None:
     place = {node: i for i, node in enumerate(graph.nodes)}
     waits = [i for node, i in place.items() if node.target is collectives.wait_tensor.default]
     for start, started in place.items():
-        if role_of(start) in _STARTS:
+        if role_of(start) in STARTS:
             for message in start.all_input_nodes:
-                sent = source = _behind_views(message)
+                sent = source = shown_by(message)
                 while source.target in _ONE_BY_ONE and len(source.all_input_nodes) == 1:
-                    source = _behind_views(source.all_input_nodes[0])
+                    source = shown_by(source.all_input_nodes[0])
                 is_waited_for = bisect(waits, started) > bisect(waits, place[sent])
                 if sent.target is _CAST and is_waited_for and result_bytes(sent) <= result_bytes(source):
                     sent.meta[WRITTEN] = True
-
-
-def _behind_views(node: fx.Node) -> fx.Node:
-    """The node whose memory a view shows."""
-    while node.op == "call_function" and shares_memory(node):
-        node = node.all_input_nodes[0]
-    return node
 
 
 def call_lookups(graph: fx.Graph) -> None:

@@ -24,7 +24,7 @@ from fsdp_compile._torch.dynamo import LazyGraphModule
 from fsdp_compile.cost.timeline import waits_of
 from fsdp_compile.fsdp2.pipeline import Gather, Head, Tail
 from fsdp_compile.ir.graph import SENT, Role, StepGraph, require, role_of
-from fsdp_compile.ir.queries import flat_of
+from fsdp_compile.ir.queries import flat_of, with_sources
 from fsdp_compile.layout.spec import Reshard
 
 _HEAD = frozenset({*SENT, Role.GATHER, Role.GATHER_ITEM})
@@ -36,10 +36,7 @@ _TAIL = frozenset({Role.REDUCE_WAIT, *_OVER_REPLICAS, Role.SHARD_GRADIENT, Role.
 def take_head(step: StepGraph, ahead: int | None, *, has_backward: bool) -> tuple[Head | None, list[torch.Tensor]]:
     """Takes the all-gathers of the first unit out of a graph, which takes them running as further inputs.
 
-    Args:
-        step: The graph; changed.
-        ahead: How many graphs ahead of it may gather.
-        has_backward: Whether it is a forward of a training step.
+    They may start `ahead` graphs before it.
 
     Returns:
         The head, if there are any, and of parameter groups; and stand-ins of what runs.
@@ -51,7 +48,7 @@ def take_head(step: StepGraph, ahead: int | None, *, has_backward: bool) -> tupl
     inputs = step.graph.find_nodes(op="placeholder")
     last, gathers, messages = inputs[-1], list[Gather](), list[fx.Node]()
     first = {start: waits_of(start) for start in starts if units & set(require(start).units)}
-    sources = {start: _with_sources(start) for start in first}
+    sources = {start: with_sources([start]) for start in first}
     read = [node for node in inputs if any(node in each for each in sources.values())]
     computed = set().union(*sources.values()).difference(inputs)
     if any(role_of(node) not in _HEAD for node in computed) or any(role_of(node) is not Role.FLAT for node in read):
@@ -118,16 +115,6 @@ def take_tail(step: StepGraph) -> Tail | None:
     for node in reversed(taken):
         step.graph.erase_node(node)
     return Tail(tuple(stages), len(running), tuple(outputs), tuple(place[flat_of(require(n))] for n in gradients))
-
-
-def _with_sources(node: fx.Node) -> set[fx.Node]:
-    """A node, and everything that it is computed from."""
-    found, todo = set[fx.Node](), [node]
-    while todo:
-        one = todo.pop()
-        todo += () if one in found else one.all_input_nodes
-        found.add(one)
-    return found
 
 
 def _graph_of(

@@ -54,10 +54,8 @@ LEAST_BYTES: Final = 32 * 2**20
 def compile_once(graph: str, lower: Callable[[], T], settings: Mapping[str, Any] | None = None) -> T:
     """Lowers a graph; while another process of this host lowers the same one, waits, and then loads it.
 
-    Args:
-        graph: All that the compiled code depends on, as text.
-        lower: Compiles by Inductor, which looks into its cache first.
-        settings: Of Inductor for this compile alone.
+    `graph` has all that the compiled code depends on, as text. `lower` compiles by Inductor, which looks into its cache
+    first, with these settings.
 
     Raises:
         RankFailedError: If another rank fails while this one waits.

@@ -147,12 +147,7 @@ def _(messages: Sequence[torch.Tensor], _key: str) -> list[torch.Tensor]:
 def is_plain_average(hook: object, state: Any, ranks: Sequence[int], stored: torch.dtype, *, split: bool) -> bool:
     """Whether a hook is one of torch's own that does the same as a reduction of ours in some dtype.
 
-    Args:
-        hook: What was registered.
-        state: Its state, `None` for the default.
-        ranks: Global ranks that the gradient is averaged over.
-        stored: Dtype of the parameters.
-        split: Whether parameters are sharded over these ranks.
+    That averages over the world's `ranks`, over which parameters, of dtype `stored`, are `split` or not.
     """
     from torch.distributed.algorithms._comm_hooks import default_hooks
 

@@ -14,10 +14,8 @@ from __future__ import annotations
 import torch
 
 from fsdp_compile._torch.distributed import collectives, resolve_group
-from fsdp_compile.layout.messages import EagerBuilder, full_parameter, gradient_rows
+from fsdp_compile.layout.messages import EAGER, full_parameter, gradient_rows
 from fsdp_compile.layout.spec import parse
-
-_EAGER = EagerBuilder()
 
 
 @torch.library.custom_op("fsdp_compile::post_forward_part", mutates_args=())
@@ -38,7 +36,7 @@ def _(message: torch.Tensor, parts: int, group: str) -> torch.Tensor:  # noqa: A
 def shard_post_forward(full: torch.Tensor, spec: str) -> torch.Tensor:
     """This rank's part of a full parameter, `[post_forward_numel]`, padding included."""
     read = parse(spec)
-    message = gradient_rows(_EAGER, full, read).reshape(-1)  # the rows of each rank, as they are gathered
+    message = gradient_rows(EAGER, full, read).reshape(-1)  # the rows of each rank, as they are gathered
     return torch.ops.fsdp_compile.post_forward_part(message, read.post_forward_size, read.post_forward_group)
 
 
@@ -52,7 +50,7 @@ def unshard_post_forward(part: torch.Tensor, spec: str) -> torch.Tensor:
     """Gathers a full parameter out of the parts of a run of ranks, `[post_forward_numel]` each."""
     read = parse(spec)
     message = collectives.all_gather_into_tensor(part, read.post_forward_size, read.post_forward_group)
-    return full_parameter(_EAGER, collectives.wait_tensor(message), read, start=0, span=read.extent).clone()
+    return full_parameter(EAGER, collectives.wait_tensor(message), read, start=0, span=read.extent).clone()
 
 
 @unshard_post_forward.register_fake

@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import torch
 
-from fsdp_compile.layout.messages import EagerBuilder
+from fsdp_compile.layout.messages import EAGER
 from fsdp_compile.layout.wire_formats import FORMATS
-
-_EAGER = EagerBuilder()
 
 
 @torch.library.custom_op("fsdp_compile::block_scales", mutates_args=())
@@ -43,7 +41,7 @@ def _(shard: torch.Tensor, _scales: torch.Tensor, wire: str) -> torch.Tensor:
 @torch.library.custom_op("fsdp_compile::dequantize", mutates_args=())
 def dequantize(gathered: torch.Tensor, scales: torch.Tensor, wire: str, size: int, dtype: torch.dtype) -> torch.Tensor:
     """The shards of all ranks, out of the two gathered messages."""
-    return FORMATS[wire].decoded(_EAGER, gathered, scales, size).to(dtype).view(-1)
+    return FORMATS[wire].decoded(EAGER, gathered, scales, size).to(dtype).view(-1)
 
 
 @dequantize.register_fake

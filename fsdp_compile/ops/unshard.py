@@ -10,11 +10,9 @@ import torch
 
 from fsdp_compile._torch.distributed import collectives
 from fsdp_compile._torch.dynamo import is_tracing_python
-from fsdp_compile.layout.messages import EagerBuilder, full_parameter, gradient_rows, inverse
+from fsdp_compile.layout.messages import EAGER, full_parameter, gradient_rows, inverse
 from fsdp_compile.layout.spec import GradPlacement, UnshardSpec, parse, scaling
 from fsdp_compile.ops import comm_hook, quantize
-
-_EAGER = EagerBuilder()
 
 
 @torch.library.custom_op("fsdp_compile::unshard", mutates_args=())
@@ -51,7 +49,7 @@ def unshard(
         piece = quantize.dequantize(sent, _gathered(scales, read), read.gather_format, read.size, read.param_dtype)
     else:
         piece = _gathered(piece.to(read.param_dtype), read)
-    full = full_parameter(_EAGER, piece, read, start=0, span=read.extent)
+    full = full_parameter(EAGER, piece, read, start=0, span=read.extent)
     # A custom operator may not return its input's memory, which a world of one rank would.
     return full.clone() if read.size == 1 else full
 
@@ -119,7 +117,7 @@ def reduced_gradient(
         like `flat`; for `GradPlacement.REDUCE_SCATTERED` `[numel]`, and for `GradPlacement.UNREDUCED` `[size * numel]`,
         in the dtypes of gradients that wait, and that are about to.
     """
-    rows = gradient_rows(_EAGER, grad, read)
+    rows = gradient_rows(EAGER, grad, read)
     if read.grad_placement is GradPlacement.UNREDUCED:
         rows = rows.to(read.unrounded_dtype)
         return _placed(rows, rows.new_zeros((read.size, flat.numel())), read)
@@ -154,12 +152,7 @@ def _placed(slot: torch.Tensor, out: torch.Tensor, read: UnshardSpec) -> torch.T
 
 
 def sum_over_shards(message: torch.Tensor, read: UnshardSpec) -> torch.Tensor:
-    """The first stage of a reduction: this rank's `[n]` of the sum over its shard group.
-
-    Args:
-        message: `[size * n]`, in the reduce dtype.
-        read: The spec of the parameter, or of any parameter of a flat parameter.
-    """
+    """The first stage of a reduction: this rank's `[n]` of the sum of `[size * n]` over its shard group."""
     if read.hook and read.size > 1:
         return comm_hook.hook_scatter(message.contiguous(), read.size, read.hook)
     scaled = scaling(read)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import ProcessExitedException, start_processes
 
+from fsdp_compile.comm.groups import start_world
 from fsdp_compile.errors import ConfigError, FSDPCompileError, RankFailedError, UnsupportedModelError
 
 _HEAD_START_S: Final = 1.0
@@ -26,14 +27,7 @@ _HEAD_START_S: Final = 1.0
 def run_on_ranks(
     fn: Callable[[Any], Any], argument: Any, world_size: int, *, device_type: str = "cpu", timeout_s: float
 ) -> Any:
-    """Calls `fn(argument)` on every rank of a new world and returns what rank 0 returned.
-
-    Args:
-        fn: A function of a module.
-        argument: Something that can be pickled.
-        world_size: Number of ranks.
-        device_type: "cpu" ranks meet through gloo, "cuda" ranks through NCCL.
-        timeout_s: For each collective.
+    """Calls `fn(argument)`, both of which go through pickle, on every rank of a new world; returns rank 0's result.
 
     Raises:
         ConfigError: If the argument cannot be sent to another process, or a rank raised it.
@@ -74,12 +68,8 @@ def _failure(said: Path, end: ProcessExitedException, world_size: int) -> FSDPCo
             f"{rank} {how}; the other ranks were ended",
             instead='if the script that calls this has no `if __name__ == "__main__":`, put the call below one',
         )
-    error = pickle.loads(file.read_bytes())
-    if isinstance(error, str):
-        return RankFailedError(f"{rank} failed, the other ranks were ended:\n{error}")
-    kind, what, where, instead = error
-    found: FSDPCompileError = kind(what, where=where, instead=instead)
-    return found
+    error: FSDPCompileError | str = pickle.loads(file.read_bytes())
+    return RankFailedError(f"{rank} failed, the other ranks were ended:\n{error}") if isinstance(error, str) else error
 
 
 def _serve(rank: int, call: bytes, said: Path, world_size: int, device_type: str, timeout_s: float) -> None:
@@ -90,15 +80,9 @@ def _serve(rank: int, call: bytes, said: Path, world_size: int, device_type: str
     file = said / str(rank)
     try:
         fn, argument = pickle.loads(call)
-        if device_type == "cuda":
-            torch.cuda.set_device(rank)
-        dist.init_process_group(
-            "nccl" if device_type == "cuda" else "gloo",
-            store=dist.FileStore(str(said / "store"), world_size),
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout_s),
-        )
+        os.environ["LOCAL_RANK"] = str(rank)
+        store = dist.FileStore(str(said / "store"), world_size)
+        start_world(device_type, timedelta(seconds=timeout_s), store=store, rank=rank, world_size=world_size)
         file.write_bytes(pickle.dumps(fn(argument)))
         dist.barrier()  # no rank leaves while another still needs it
     except BaseException as error:
@@ -108,12 +92,12 @@ def _serve(rank: int, call: bytes, said: Path, world_size: int, device_type: str
     dist.destroy_process_group()
 
 
-def _described(error: BaseException) -> object:
-    """The kind and the parts of an error that is the user's, or the traceback of any other."""
+def _described(error: BaseException) -> FSDPCompileError | str:
+    """An error that is the user's, or the traceback of any other."""
     if isinstance(error, ConfigError | UnsupportedModelError):
-        return type(error), error.what, error.where, error.instead
+        return error
     if isinstance(error, AttributeError) and str(error).startswith("Can't get attribute"):
         # A function of an interactive session is known to this process by a name that leads nowhere.
         what = f"a function cannot be imported in another process: {error}"
-        return ConfigError, what, "check_parity", "functions of a module, or of a script that is a file"
+        return ConfigError(what, where="check_parity", instead="functions of a module, or of a script that is a file")
     return traceback.format_exc()

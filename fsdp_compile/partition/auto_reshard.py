@@ -151,18 +151,10 @@ def keep_unsharded(
     budget_bytes: int | None,
     margin: float,
 ) -> tuple[str, ...]:
-    """Chooses what stays unsharded of that which `Reshard.AUTO` leaves open, and edits both graphs.
+    """Chooses what stays unsharded of that which `Reshard.AUTO` leaves open; edits both graphs, before the passes.
 
-    Args:
-        forward: The forward graph before the passes.
-        backward: Its backward graph.
-        hardware: What times are estimated for.
-        fusion: How the graphs will be run.
-        budget_bytes: For everything in either graph; `None` for what a plan without a budget may use.
-        margin: How much slower than estimated the link may be.
-
-    Returns:
-        The units that stay unsharded.
+    The budget is for everything in either graph; `None` for what a plan without a budget may use. The link may be
+    slower than estimated by `margin`.
     """
     if not any(map(_is_open, backward.graph.find_nodes(op="call_function", target=UNSHARD))):
         return ()

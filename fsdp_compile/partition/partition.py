@@ -184,10 +184,7 @@ def save_copies_of_updated_inputs(forward: fx.Graph, backward: fx.Graph, results
 
     So a copy that the model makes, to have the old value in backward, is made as well: to Inductor it is a no-op.
 
-    Args:
-        forward: A graph, whose outputs are described if it returns new values.
-        backward: Its backward.
-        results: How many of the first outputs of `forward` are not saved.
+    The first `results` outputs of `forward`, which are described if it returns new values, are not saved.
     """
     output = forward.output_node()
     returned = output.args[0]

@@ -305,14 +305,12 @@ def _rewrite_flat_gradient(step: StepGraph, old: fx.Node, pieces: list[tuple[int
 
 def _erase_chain(single: ParamCollective) -> None:
     """Erases a single collective, from its unused end back to its inputs."""
-    node: fx.Node = single.end
     gathers = {*SENT, Role.GATHER, Role.GATHER_ITEM, Role.GATHER_WAIT, Role.COPY_OUT, Role.FULL}
     roles = {*gathers, Role.GRADIENT, *ON_THE_WAY}
-    todo, erased = [node], set[fx.Node]()
+    todo, erased = [single.end], set[fx.Node]()
     while todo:
         node = todo.pop()
-        record = node.meta.get("fsdp")
-        if record is not None and record.role in roles and not node.users and node not in erased:
+        if role_of(node) in roles and not node.users and node not in erased:
             todo.extend(node.all_input_nodes)
             node.graph.erase_node(node)
             erased.add(node)

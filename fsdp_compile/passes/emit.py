@@ -34,7 +34,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from operator import getitem
-from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -143,15 +142,9 @@ def post_forward_part(b: GraphBuilder, message: fx.Node) -> fx.Node:
         return b.call(OWN_PART, message, spec.post_forward_size, spec.post_forward_group)
 
 
-class ReduceStage(NamedTuple):
-    """One collective of a reduction."""
-
-    roles: tuple[Role, Role, Role]  # of its start, of one message of a grouped one that is still running, of its wait
-    single: OpOverload  # the operator for one message
-    grouped: OpOverload  # the operator for a list of messages
-    arguments: tuple[object, ...]  # what the operators take after the message or messages
-
-
+ReduceStage = tuple[tuple[Role, Role, Role], OpOverload, OpOverload, tuple[object, ...]]
+"""One collective of a reduction: roles of its start, of one message while it runs and of its wait; the operators for
+one message and for a list of them; what these take after the messages."""
 _SCATTER = (Role.REDUCE, Role.REDUCE_ITEM, Role.REDUCE_WAIT)
 _REPLICATE = (Role.REPLICATE, Role.REPLICATE_ITEM, Role.REPLICATE_WAIT)
 STARTS = (Role.REDUCE, Role.REPLICATE)
@@ -166,18 +159,18 @@ def stages(spec: UnshardSpec) -> Iterator[ReduceStage]:
     if spec.size > 1 and spec.grad_placement is not GradPlacement.UNREDUCED:
         if spec.hook:
             operators = comm_hook.HOOK_SCATTER, comm_hook.HOOK_SCATTER_COALESCED
-            yield ReduceStage(_SCATTER, *operators, (spec.size, spec.hook))
+            yield _SCATTER, *operators, (spec.size, spec.hook)
         else:
             operators = c.reduce_scatter_tensor.default, c.reduce_scatter_tensor_coalesced.default
-            yield ReduceStage(_SCATTER, *operators, (operation, spec.size, spec.scatter_group))
+            yield _SCATTER, *operators, (operation, spec.size, spec.scatter_group)
     if spec.hook and spec.size == 1:
         if spec.grad_placement is GradPlacement.REDUCED:
             operators = comm_hook.HOOK_REDUCE, comm_hook.HOOK_REDUCE_COALESCED
-            yield ReduceStage(_REPLICATE, *operators, (spec.hook,))
+            yield _REPLICATE, *operators, (spec.hook,)
     # Without shards, a hook has taken the place of this all-reduce.
     elif spec.replicas > 1 and spec.grad_placement is GradPlacement.REDUCED:
         operators = c.all_reduce.default, c.all_reduce_coalesced.default
-        yield ReduceStage(_REPLICATE, *operators, (operation, spec.replicate_group))
+        yield _REPLICATE, *operators, (operation, spec.replicate_group)
 
 
 def scale_after(b: GraphBuilder, shard: fx.Node, spec: UnshardSpec) -> fx.Node:

@@ -30,14 +30,22 @@ class CannotFollowError(RankMismatchError):
 
 
 @dataclasses.dataclass(frozen=True)
-class FollowPlan:
-    """All nodes between the inputs and the output, in their new order."""
+class NewOrder:
+    """All nodes between the inputs and the output, in their new order; none if nothing changes."""
 
     order: tuple[fx.Node, ...]
 
 
+class Reorders:
+    """Does what a pass has planned that orders a graph anew."""
+
+    def apply(self, step: StepGraph, plan: NewOrder) -> None:
+        """Moves the nodes."""
+        move(step.graph, [(plan.order, step.output)])
+
+
 @dataclasses.dataclass(frozen=True)
-class FollowOrder:
+class FollowOrder(Reorders):
     """The pass; see the module's docstring."""
 
     lines: tuple[str, ...]  # the collectives in the order to follow, as `ir.calls.numbered` writes them
@@ -45,11 +53,7 @@ class FollowOrder:
     requires, ensures = Stage.BUCKETED, Stage.BUCKETED
 
     def group(self, step: StepGraph, singles: Iterable[ParamCollective]) -> list[list[ParamCollective]]:
-        """The parameters of each collective, in the order of its messages.
-
-        Args:
-            step: A graph that has one collective for each parameter.
-            singles: Those to group.
+        """The parameters of each collective, in the order of its messages, of a graph that has one for each parameter.
 
         Raises:
             CannotFollowError: If the lines have no place for one of them.
@@ -66,7 +70,7 @@ class FollowOrder:
             found.setdefault(at[0], []).append((at[1], single))
         return [[single for _, single in sorted(group, key=lambda at: at[0])] for group in found.values()]
 
-    def plan(self, step: StepGraph) -> FollowPlan:
+    def plan(self, step: StepGraph) -> NewOrder:
         """Orders the graph anew.
 
         Raises:
@@ -77,11 +81,7 @@ class FollowOrder:
         found = sort_nodes(list(step.graph.nodes), pairs)
         if found is None:
             raise cannot_follow(step)
-        return FollowPlan(tuple(node for node in found if node.op not in ("placeholder", "output")))
-
-    def apply(self, step: StepGraph, plan: FollowPlan) -> None:
-        """Moves the nodes."""
-        move(step.graph, [(plan.order, step.output)])
+        return NewOrder(tuple(node for node in found if node.op not in ("placeholder", "output")))
 
     def _wanted(self, step: StepGraph) -> list[fx.Node]:
         """The starts of the collectives, in the order to follow."""
@@ -145,12 +145,8 @@ def _readers_of(start: fx.Node) -> list[fx.Node]:
 def sort_nodes(nodes: Sequence[fx.Node], pairs: Iterable[tuple[fx.Node, fx.Node]]) -> list[fx.Node] | None:
     """The nodes of a graph in the order given, except that what has to come before a node comes before it.
 
-    Args:
-        nodes: All nodes, in an order that data flow need not allow.
-        pairs: A node, and one that comes behind it.
-
-    Returns:
-        The order; `None` if there is none, since pairs and data flow contradict one another.
+    Data flow need not allow the order given. Each of `pairs` is a node, and one that comes behind it. `None` if data
+    flow and they contradict one another.
     """
     order = {node: place for place, node in enumerate(nodes)}
     before: dict[fx.Node, list[fx.Node]] = {node: list(node.all_input_nodes) for node in nodes}

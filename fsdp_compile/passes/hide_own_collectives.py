@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 
 from torch import fx
 
@@ -21,24 +21,16 @@ from fsdp_compile.cost.compute import node_costs
 from fsdp_compile.cost.fusion import Fusion, plan_kernels
 from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.ir.calls import starts_of
-from fsdp_compile.ir.edit import move
 from fsdp_compile.ir.graph import Phase, Stage, StepGraph
-from fsdp_compile.ir.queries import has_effect, kept_order
-from fsdp_compile.passes.follow_order import neighbours, sort_nodes
+from fsdp_compile.ir.queries import has_effect, kept_order, with_sources
+from fsdp_compile.passes.follow_order import NewOrder, Reorders, neighbours, sort_nodes
 
 MARGIN = 2.0
 """As much is computed behind a collective as if it took this much longer than estimated; more only costs memory."""
 
 
 @dataclasses.dataclass(frozen=True)
-class HidePlan:
-    """All nodes between the inputs and the output, in their new order; none if nothing changes."""
-
-    order: tuple[fx.Node, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class HideOwnCollectives:
+class HideOwnCollectives(Reorders):
     """The pass; see the module's docstring."""
 
     hardware: Hardware
@@ -46,28 +38,24 @@ class HideOwnCollectives:
     name = "hide-own-collectives"
     requires, ensures = Stage.BUCKETED, Stage.BUCKETED
 
-    def plan(self, step: StepGraph) -> HidePlan:
+    def plan(self, step: StepGraph) -> NewOrder:
         """Orders a backward graph anew; forward graphs have nothing that their collectives do not need."""
         starts = [node for node in step.graph.nodes if is_own(node)]
         if step.phase is not Phase.BACKWARD or not starts:
-            return HidePlan(())
+            return NewOrder(())
         costs = node_costs(step.graph, self.hardware, plan_kernels(step.graph, self.fusion))
         times_us = {node: costs[node].time_us for node in step.graph.nodes}
         most_us = MARGIN * max(own_communication(start, self.hardware).alone_us for start in starts)
         before = [node for node in step.graph.nodes if node.op not in ("placeholder", "output")]
-        delayed = _delayed(before, _needed_by(starts), times_us, most_us)
+        delayed = _delayed(before, with_sources(starts), times_us, most_us)
         kept = sort_nodes([*step.graph.find_nodes(op="placeholder"), *delayed], _kept(step))
         assert kept is not None  # the graph has such an order
         after = [node for node in kept if node.op != "placeholder"]
-        return HidePlan(() if after == before else tuple(after))
-
-    def apply(self, step: StepGraph, plan: HidePlan) -> None:
-        """Moves the nodes."""
-        move(step.graph, [(plan.order, step.output)])
+        return NewOrder(() if after == before else tuple(after))
 
 
 def _delayed(
-    nodes: Sequence[fx.Node], needed: frozenset[fx.Node], times_us: Mapping[fx.Node, float], most_us: float
+    nodes: Sequence[fx.Node], needed: Container[fx.Node], times_us: Mapping[fx.Node, float], most_us: float
 ) -> list[fx.Node]:
     """The nodes in an order in which up to `most_us` of what is not in `needed` is computed behind a collective."""
     order: list[fx.Node] = []
@@ -111,15 +99,3 @@ def _kept(step: StepGraph) -> Iterator[tuple[fx.Node, fx.Node]]:
     pairs = neighbours(list(starts_of(step)), order)
     yield from ((first, later) for first, later in pairs if order[first] < order[later])
     yield from kept_order(step.graph)
-
-
-def _needed_by(starts: list[fx.Node]) -> frozenset[fx.Node]:
-    """`starts` and all that they depend on."""
-    found = set(starts)
-    todo = list(starts)
-    while todo:
-        for source in todo.pop().all_input_nodes:
-            if source not in found:
-                found.add(source)
-                todo.append(source)
-    return frozenset(found)

@@ -225,11 +225,8 @@ def _joined_rows(b: GraphBuilder, parts: Sequence[Any], shape: list[int]) -> fx.
 def join_pieces(b: GraphBuilder, like: fx.Node, pieces: Iterable[tuple[int, fx.Node]], *, parts: int = 1) -> fx.Node:
     """Records a flat parameter's gradient: pieces at their offsets, zeros elsewhere.
 
-    Args:
-        b: Writes at one place.
-        like: A tensor of the size, dtype and device of the gradient.
-        pieces: Offsets in the flat parameter, and `[n]` elements from there on; or `[parts, n]`.
-        parts: Into how many parts of the flat parameter's size the gradient is divided.
+    `like` has the size, dtype and device of the gradient, which is `parts` times the flat parameter. A piece is its
+    offset there, and `[n]` elements from there on; or `[parts, n]`.
     """
     value = b.value(like)
     ordered = sorted(pieces, key=lambda item: item[0])

@@ -21,7 +21,7 @@ from fsdp_compile.errors import BudgetTooSmallError
 from fsdp_compile.ir.edit import move
 from fsdp_compile.ir.graph import SENT, Role, Stage, StepGraph, require
 from fsdp_compile.ir.queries import upstream
-from fsdp_compile.passes.schedule_prefetch import CopyMove, Move, copies_to, lone_copies, with_what_is_sent
+from fsdp_compile.passes.schedule_prefetch import Move, copies_to, lone_copies, with_what_is_sent
 from fsdp_compile.passes.schedule_reduce import Await, Followers, chains_of, copies_apart, followers_of, lone_waits
 from fsdp_compile.planner.from_graph import Posed, count_everything, pose
 from fsdp_compile.planner.list_schedule import BudgetError, Placement, place
@@ -38,7 +38,7 @@ Estimates of time err: the ratio of compute to communication that a job meets is
 class SchedulePlan:
     """Moves, and their expected effect."""
 
-    hoists: tuple[Move | CopyMove, ...]  # gathers, and copies from the host, in the order in which they start
+    hoists: tuple[Move, ...]  # gathers, and copies from the host, in the order in which they start
     awaits: tuple[Await, ...]  # stages of reductions in the order in which they are waited for
     budget_bytes: int  # most bytes that may be live at any node; `peak_bytes` are
     peak_bytes: int
@@ -119,21 +119,17 @@ def _anchor(step: StepGraph, posed: Posed, position: int) -> fx.Node:
     return posed.steps[position] if position < len(posed.steps) else step.output
 
 
-def _hoists(step: StepGraph, posed: Posed, placement: Placement) -> tuple[Move | CopyMove, ...]:
+def _hoists(step: StepGraph, posed: Posed, placement: Placement) -> tuple[Move, ...]:
     first_reduce = _first_starts(posed)
     behind = _behind_reductions(posed, placement)
 
     def anchor(at: int) -> fx.Node:
         return first_reduce[at] if at in first_reduce and at not in behind else _anchor(step, posed, at)
 
-    found: list[Move | CopyMove] = []
+    found: list[Move] = []
     for start in placement.issued:
         gather, at = posed.gathers[start.gather], anchor(start.position)
-        match start.what:
-            case What.COPY:
-                found += [CopyMove(copy, at) for copy in copies_to(gather)]
-            case What.GATHER:
-                found.append(Move(gather, at))
+        found += [Move(node, at) for node in (copies_to(gather) if start.what is What.COPY else [gather])]
     return (*found, *lone_copies(step))
 
 

@@ -44,17 +44,9 @@ from fsdp_compile.passes.schedule_reduce import chains_of, first_message_node, f
 
 @dataclasses.dataclass(frozen=True)
 class Move:
-    """Start `gather` right before `anchor`."""
+    """Put `start`, of a gather or of a copy from the host, right before `anchor`."""
 
-    gather: fx.Node
-    anchor: fx.Node
-
-
-@dataclasses.dataclass(frozen=True)
-class CopyMove:
-    """Start `copy`, from the host to the device, right before `anchor`."""
-
-    copy: fx.Node
+    start: fx.Node
     anchor: fx.Node
 
 
@@ -62,7 +54,7 @@ class CopyMove:
 class PrefetchPlan:
     """Moves in graph order."""
 
-    moves: tuple[Move | CopyMove, ...]
+    moves: tuple[Move, ...]
 
 
 class _Prefetch:
@@ -83,8 +75,6 @@ class SchedulePrefetch(_Prefetch):
 
     def plan(self, step: StepGraph) -> PrefetchPlan:
         """Finds the anchor of each gather."""
-        if self.distance == 0:
-            return PrefetchPlan(())
         order, top = step.order(), _top_of(step)
         gathers = list(step.nodes(Role.GATHER))
         first_waits = [_first_wait(gather, order) for gather in gathers]
@@ -112,11 +102,11 @@ class ScheduleFSDP1(_Prefetch):
 def _planned(step: StepGraph, anchors: Sequence[fx.Node | None]) -> PrefetchPlan:
     """Each gather starts at its anchor, if it has one, and what the next one sends is copied there."""
     gathers, order = list(step.nodes(Role.GATHER)), step.order()
-    moves: list[Move | CopyMove] = []
+    moves: list[Move] = []
     for k, (gather, anchor) in enumerate(zip(gathers, anchors, strict=True)):
         here = anchor or _first_sent(gather, order)
         ahead = gathers[k + 1 : k + 2] if k or anchor is None else gathers[:2]
-        moves += [CopyMove(copy, here) for each in ahead for copy in copies_to(each)]
+        moves += [Move(copy, here) for each in ahead for copy in copies_to(each)]
         moves += [] if anchor is None else [Move(gather, anchor)]
     return PrefetchPlan((*moves, *lone_copies(step)))
 
@@ -159,11 +149,9 @@ def _first_wait(gather: fx.Node, order: dict[fx.Node, int]) -> fx.Node:
     return first_of(waits_of(gather), order)
 
 
-def with_what_is_sent(moves: Iterable[Move | CopyMove]) -> Iterator[tuple[list[fx.Node], fx.Node]]:
+def with_what_is_sent(moves: Iterable[Move]) -> Iterator[tuple[list[fx.Node], fx.Node]]:
     """What moves in each, and where to."""
-    for one in moves:
-        start = one.copy if isinstance(one, CopyMove) else one.gather
-        yield with_needs(start, one.anchor), one.anchor
+    return ((with_needs(one.start, one.anchor), one.anchor) for one in moves)
 
 
 def copies_to(gather: fx.Node) -> list[fx.Node]:
@@ -171,7 +159,7 @@ def copies_to(gather: fx.Node) -> list[fx.Node]:
     return [node for node in upstream(gather, *SENT) if role_of(node) is Role.OFFLOAD_IN]
 
 
-def lone_copies(step: StepGraph) -> list[CopyMove]:
+def lone_copies(step: StepGraph) -> list[Move]:
     """Moves of the copies that no gather sends to where the unit ahead of their own waits for its first copy."""
     units: dict[str, list[fx.Node]] = {}
     for copy in step.nodes(Role.OFFLOAD_IN):
@@ -180,4 +168,4 @@ def lone_copies(step: StepGraph) -> list[CopyMove]:
     waits = [next(iter(copies[0].users)) for copies in units.values()]
     # The first two units are copied before the first wait: no unit runs ahead of the first one.
     anchors = [*waits[:1], *waits]
-    return [CopyMove(copy, a) for copies, a in zip(units.values(), anchors, strict=False) for copy in copies]
+    return [Move(copy, a) for copies, a in zip(units.values(), anchors, strict=False) for copy in copies]

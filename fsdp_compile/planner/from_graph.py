@@ -46,12 +46,8 @@ def pose(
 ) -> Posed:
     """Reads the problem off a graph whose collectives are grouped and not scheduled yet.
 
-    Args:
-        step: The graph.
-        chains: For each reduction, the nodes that start its stages, in graph order of the first.
-        moved: Nodes that a plan moves together with its collectives; every other node is a step.
-        hardware: What times are estimated for.
-        fusion: How the graph will be run.
+    `chains` are the nodes that start the stages of each reduction, in graph order of the first. Nodes in `moved` are
+    moved together with collectives by a plan; every other node is a step.
     """
     busy_us = times_us(step.graph, hardware, plan_kernels(step.graph, fusion))
     starts = {*step.nodes(Role.GATHER), *(start for chain in chains for start in chain)}
@@ -225,13 +221,8 @@ def _reduction(
 def outline(step: StepGraph, hardware: Hardware, fusion: Fusion, *, everything: bool) -> Problem:
     """Reads the problem off a graph before the passes; the graph is not changed.
 
-    Each flat parameter is a unit, which has the name of its input.
-
-    Args:
-        step: The graph.
-        hardware: What times are estimated for.
-        fusion: How the graph will be run.
-        everything: Whether all memory of the graph is counted, not that of parameters and gradients alone.
+    Each flat parameter is a unit, which has the name of its input. `everything`: all memory of the graph is counted,
+    not that of parameters and gradients alone.
     """
     step = step.copy()
     values = parameter_only(step.graph)

@@ -105,13 +105,7 @@ def check(
     stage: Stage | None = Stage.FINAL,
     limits: Limits = Limits(),  # noqa: B008  frozen
 ) -> None:
-    """Refuses a graph that breaks a rule.
-
-    Args:
-        step: The graph; it is read, not changed.
-        after: Name of the pass that ran last, for the error.
-        stage: How far the graph has come: some rules apply only at the end.
-        limits: Numbers that the graph must keep to.
+    """Refuses a graph that breaks a rule for its stage; the error names the pass `after` which it does.
 
     Raises:
         InvariantError: With rule, node, neighbourhood, source line and hint of the first complaints.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 import functools
 from collections.abc import Iterable, Mapping
 from functools import cached_property
@@ -15,6 +14,7 @@ from torch import fx
 
 from fsdp_compile._torch.distributed import collectives
 from fsdp_compile._torch.dynamo import is_saved_for_backward
+from fsdp_compile.cost.communicate import Kind
 from fsdp_compile.ir.graph import DECLARING, Phase, Record, Role, StepGraph, record_of, require, role_of
 from fsdp_compile.layout.flat_layout import ReduceLayout
 from fsdp_compile.ops.comm_hook import HOOK_REDUCE, HOOK_REDUCE_COALESCED, HOOK_SCATTER, HOOK_SCATTER_COALESCED
@@ -32,14 +32,6 @@ class Limits:
 
 
 WAIT = collectives.wait_tensor.default
-
-
-class Kind(enum.Enum):
-    """What a collective does."""
-
-    GATHER = "all-gather"
-    REDUCE = "reduce-scatter"
-    REPLICATE = "all-reduce"
 
 
 KINDS: dict[Any, Kind] = {

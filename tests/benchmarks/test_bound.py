@@ -79,7 +79,7 @@ def test_the_planner_hears_of_the_link_and_of_measured_operators() -> None:
     assert given.collective_us("all-gather", 1e6, GroupRanks(8)) == 1e6 + 50.0
     known = timed(task, informed, ranks=8).options["hardware"]
     assert known.link == link
-    assert known.device.measured
+    assert known.device.estimate.times
     assert plan_of(task, informed, ranks=8).hardware.link == link
 
 

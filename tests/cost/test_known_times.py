@@ -1,4 +1,4 @@
-"""Times that are known better than by a formula: the user's estimate first, then measured ones, then the roofline."""
+"""Times that are known better than by a formula: the user's estimate, and measured collectives."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import fx
 
+from benchmarks.hardware import MeasuredTimes, signature_of
 from fsdp_compile.cost.communicate import Kind
-from fsdp_compile.cost.compute import node_costs, signature_of
+from fsdp_compile.cost.compute import node_costs
 from fsdp_compile.cost.fusion import Fusion, plan_kernels
 from fsdp_compile.cost.hardware import Device, MeasuredCollective, hardware
 from fsdp_compile.errors import ConfigError
@@ -35,14 +36,15 @@ def _times(device: Device, fusion: Fusion = Fusion.KERNELS) -> tuple[float, floa
 
 
 @pytest.mark.core
-def test_the_users_estimate_comes_first_then_what_was_measured_then_the_roofline() -> None:
+def test_the_users_estimate_comes_first_then_the_roofline() -> None:
     roofline = hardware().device
     _, y, z = _graph()
-    known = dataclasses.replace(roofline, measured={signature_of(y): 7.0, signature_of(z): 9.0})
-    assert _times(known) == (7.0, _times(roofline)[1])  # what is fused with others was not measured with them
-    assert _times(known, Fusion.NONE) == (7.0, 9.0)
-    mine = dataclasses.replace(known, estimate=lambda node: 3.0 if node.target is aten.mm.default else None)
-    assert _times(mine, Fusion.NONE) == (3.0, 9.0)
+    times = {signature_of(y): 7.0, signature_of(z): 9.0}
+    known = {fusion: dataclasses.replace(roofline, estimate=MeasuredTimes(times, fusion)) for fusion in Fusion}
+    assert _times(known[Fusion.KERNELS]) == (7.0, _times(roofline)[1])  # what is fused was not measured by itself
+    assert _times(known[Fusion.NONE], Fusion.NONE) == (7.0, 9.0)
+    mine = dataclasses.replace(roofline, estimate=lambda node: 3.0 if node.target is aten.mm.default else None)
+    assert _times(mine) == (3.0, _times(roofline)[1])
 
 
 def test_a_signature_tells_shapes_layouts_and_dtypes_apart_and_nothing_else() -> None:

@@ -20,7 +20,8 @@ from fsdp_compile.cost.timeline import times_us
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.explain.plan import Plan
 from fsdp_compile.layout.hosts import GroupRanks
-from fsdp_compile.passes.hide_own_collectives import HideOwnCollectives, HidePlan
+from fsdp_compile.passes.follow_order import NewOrder
+from fsdp_compile.passes.hide_own_collectives import HideOwnCollectives
 from tests.fake_world import fake_world
 from tests.models.tensor_parallel import VOCABULARY, Llama, split
 
@@ -135,7 +136,7 @@ def _backward_of_a_split_llama() -> tuple[Plan, float]:
 @pytest.mark.long
 def test_weight_gradients_are_computed_behind_the_programs_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
     plan, exposed_us = _backward_of_a_split_llama()
-    monkeypatch.setattr(HideOwnCollectives, "plan", lambda *_: HidePlan(()))
+    monkeypatch.setattr(HideOwnCollectives, "plan", lambda *_: NewOrder(()))
     before, exposed_before_us = _backward_of_a_split_llama()
     assert [own.sent_bytes for own in plan.graphs[1].own] == [own.sent_bytes for own in before.graphs[1].own]
     assert 0.0 < exposed_us < 0.8 * exposed_before_us

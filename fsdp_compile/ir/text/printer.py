@@ -14,8 +14,8 @@ A plan of a pass is what it decided, node by node, as people and golden tests re
 
     PrefetchPlan
       moves
-        Move: gather=%ag_1, anchor=%wait
-        Move: gather=%ag_2, anchor=%wait_1
+        Move: start=%ag_1, anchor=%wait
+        Move: start=%ag_2, anchor=%wait_1
 """
 
 from __future__ import annotations

@@ -91,9 +91,7 @@ class Edges:
     def split(self, groups: Groups, kind: Kind) -> Groups:
         """Splits groups that would delay the end of the graph.
 
-        Args:
-            groups: Of gathers, in the order in which they are read; of reductions, in that in which they are ready.
-            kind: Of their collectives.
+        Those of gathers are in the order in which they are read, of reductions in that in which they are ready.
         """
         inwards = groups if kind is Kind.GATHER else groups[::-1]
         runs = [
@@ -175,12 +173,9 @@ def worth_joining_bytes(hardware: Hardware, ranks: GroupRanks) -> int:
 
 
 def join_neighbours(groups: Groups, limit_bytes: int, partials: InputsByFlat) -> Groups:
-    """Joins groups of one kind of collective with no large one between them, up to a limit.
+    """Joins groups of one kind of collective with no large one between them, up to a limit of full bytes.
 
-    Args:
-        groups: In the order in which gathers are needed, or in which the last gradients are ready.
-        limit_bytes: Of full parameters or gradients that share a collective.
-        partials: The inputs with accumulated reduce-scattered gradients.
+    They are in the order in which gathers are needed, or in which the last gradients are ready.
     """
     done: Groups = []
     open_bytes: dict[Hashable, tuple[list[ParamCollective], int]] = {}  # groups that more can join, and their bytes

@@ -186,12 +186,8 @@ def start_grouped(
 ) -> list[fx.Node]:
     """Records a grouped collective, its items and a wait for each; returns the waits.
 
-    Args:
-        b: Writes at one place.
-        op: The operator.
-        args: Its arguments, the list of messages first.
-        pieces: The piece of each message; a piece may take two messages.
-        roles: Of the start, of the items, of the waits.
+    `args` begin with the list of messages, and `pieces` has the piece of each; a piece may take two messages. `roles`
+    are those of the start, of the items, of the waits.
     """
     start_role, item_role, wait_role = roles
     b.record = joint_record([s for piece in dict.fromkeys(pieces) for s in piece.singles], start_role)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fsdp_compile.ir.graph import INPUTS, Record, Role, record_of, role_of
+from fsdp_compile.ir.graph import INPUTS, ITEMS, STARTS, WAITS, Record, Role, record_of, role_of
 from fsdp_compile.verify.facts import KIND_OF_ROLE, KINDS, WAIT, Facts
 from fsdp_compile.verify.report import Finding
 
@@ -29,9 +29,8 @@ _ROLE_OF_NAME = {
     "fsdp_compile::average_rows": Role.AVERAGE_ROWS,
 }
 _ROLE_OF_KIND = {kind: role for role, kind in KIND_OF_ROLE.items()}
-_ITEM_OF = {Role.GATHER: Role.GATHER_ITEM, Role.REDUCE: Role.REDUCE_ITEM, Role.REPLICATE: Role.REPLICATE_ITEM}
-_WAITS = {Role.GATHER: Role.GATHER_WAIT, Role.REDUCE: Role.REDUCE_WAIT, Role.REPLICATE: Role.REPLICATE_WAIT}
-_WAIT_OF = {**_WAITS, **{item: _WAITS[start] for start, item in _ITEM_OF.items()}}
+_ITEM_OF = dict(zip(STARTS, ITEMS, strict=True))
+_WAIT_OF = dict(zip((*STARTS, *ITEMS), WAITS * 2, strict=True))
 _RESERVED = {
     *_ROLE_OF_KIND.values(), *_ITEM_OF.values(), *_WAIT_OF.values(), *INPUTS,
     Role.RESHARD, Role.UPDATE, Role.LOOK_UP,

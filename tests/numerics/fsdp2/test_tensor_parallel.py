@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 import fsdp_compile
 from fsdp_compile.ir.graph import StepGraph
-from fsdp_compile.passes.hide_own_collectives import HideOwnCollectives, HidePlan
+from fsdp_compile.passes.follow_order import NewOrder
+from fsdp_compile.passes.hide_own_collectives import HideOwnCollectives
 from tests import long
 from tests.models.context_parallel import (
     LENGTH,
@@ -135,7 +136,7 @@ def test_compiled(name: str) -> None:
     orders: list[int] = []
     apply = HideOwnCollectives.apply
 
-    def noted(self: HideOwnCollectives, step: StepGraph, plan: HidePlan) -> None:
+    def noted(self: HideOwnCollectives, step: StepGraph, plan: NewOrder) -> None:
         orders.append(len(plan.order))
         apply(self, step, plan)
 
