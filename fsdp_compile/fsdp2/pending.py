@@ -26,14 +26,12 @@ from fsdp_compile._torch.dynamo import keep_sizes_fixed
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.fsdp2 import edge
 from fsdp_compile.fsdp2.updates import deliver
-from fsdp_compile.layout.messages import EagerBuilder, full_parameter, gradient_rows
+from fsdp_compile.layout.messages import EAGER, full_parameter, gradient_rows
 from fsdp_compile.layout.spec import GradPlacement
 from fsdp_compile.ops.unshard import sum_over_replicas, sum_over_shards
 
 if TYPE_CHECKING:
     from fsdp_compile.fsdp2.param_group import Param, ParamGroup
-
-_EAGER = EagerBuilder()
 
 
 @dataclasses.dataclass
@@ -176,7 +174,7 @@ class PendingGrads:
         if unreduced is not None:
             for param in self.group.params_at(unreduced.offsets):
                 rows = self._rows(unreduced.value, param).reshape(-1)
-                full = full_parameter(_EAGER, rows, param.spec, start=0, span=param.spec.extent)
+                full = full_parameter(EAGER, rows, param.spec, start=0, span=param.spec.extent)
                 # FSDP2 adds to it in place.
                 full = full.clone()
                 torch_params.give_unreduced_grad(
@@ -188,7 +186,7 @@ class PendingGrads:
         for param in self.group.params:
             grad = torch_params.take_unreduced_grad(param.of_torch)
             if grad is not None:
-                rows = gradient_rows(_EAGER, grad.to(self.dtype()), param.spec)
+                rows = gradient_rows(EAGER, grad.to(self.dtype()), param.spec)
                 self.placements.add(GradPlacement.UNREDUCED)
                 self._add_in_slot(GradPlacement.UNREDUCED, param, rows)
 
