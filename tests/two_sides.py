@@ -289,19 +289,15 @@ class Sides:
             self.compare_parameters(within)
 
     def zero_grad(self) -> None:
-        """Forgets the gradients of both."""
         self.change(lambda model: model.zero_grad())
 
     def compare_losses(self, mine: torch.Tensor, theirs: torch.Tensor, within: Within | None = None) -> None:
-        """Asserts that both are the same."""
         close(mine, theirs, f"loss of batch {self.steps - 1}", (within or self.within).loss)
 
     def compare_gradients(self, within: Within | None = None) -> None:
-        """Asserts that they agree."""
         compare_gradients(self.model, self.reference, (within or self.within).gradient)
 
     def compare_parameters(self, within: Within | None = None) -> None:
-        """Asserts that they agree."""
         compare_parameters(self.model, self.reference, (within or self.within).parameter)
 
     def compare(self, within: Within | None = None) -> None:

@@ -23,8 +23,6 @@ from tests.two_sides import Run, WithOneProcess, compile_eagerly, compile_in_pla
 
 
 class _Task(nn.Module):
-    """A training task that has a model, as frameworks have."""
-
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model

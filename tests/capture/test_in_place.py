@@ -20,8 +20,6 @@ from tests.two_sides import Run, WithOneProcess, compile_in_place, loss_of
 
 
 class _Head(nn.Module):
-    """Has a part that another one has, too."""
-
     def __init__(self, trunk: nn.Module) -> None:
         super().__init__()
         self.trunk = trunk

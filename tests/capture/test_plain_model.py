@@ -50,8 +50,6 @@ class _Other(Small):
 
 
 class _Breaks(Small):
-    """Graph breaks before the first read, and between reads."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         torch._dynamo.graph_break()
         x = torch.tanh(self.up(x))

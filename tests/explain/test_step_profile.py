@@ -92,8 +92,6 @@ def test_a_forward_by_itself_has_no_backward() -> None:
 
 
 class _Model(nn.Module):
-    """Four layers, each a unit."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(4))

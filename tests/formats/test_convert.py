@@ -29,7 +29,6 @@ SAFETENSORS = ConvertOptions(Format.SAFETENSORS)
 
 
 def _values(path: Path) -> dict[str, Any]:
-    """All tensors of a checkpoint by name."""
     checkpoint = open_checkpoint(path)
     return {name: checkpoint.read(name) for name in checkpoint.values}
 

@@ -36,8 +36,6 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """An embedding, blocks, a norm that is in the unit of the root, and a head."""
-
     block: type[nn.Module] = Block
 
     def __init__(self) -> None:
@@ -83,7 +81,6 @@ class Tied(Decoder):
 
 
 def shard(model: nn.Module, **settings: Any) -> None:
-    """Calls torch's `fully_shard` on the blocks, the embedding, the head and the rest."""
     assert isinstance(model, Decoder)
     for block in model.blocks:
         fully_shard(block, **settings)
@@ -127,7 +124,6 @@ def pair_of(
 
 
 def by_blocks(pair: WithFsdp2, **options: Any) -> WithFsdp2:
-    """Compiled block by block."""
     pair.compiled(fullgraph=False, regions="blocks", **options)
     return pair
 
@@ -253,5 +249,4 @@ def trains(
 
 
 def with_blocks(block: type[nn.Module]) -> type[Decoder]:
-    """A decoder of other blocks."""
     return type("Model", (Decoder,), {"block": block})

@@ -286,7 +286,6 @@ def test_gradients_of_gradients_are_refused() -> None:
 
 @on_ranks()
 def test_gathers_in_8_bits() -> None:
-    """In 8 bits, numbers are those of the whole graph."""
     sides = []
     for regions in ("blocks", "whole"):
         torch._dynamo.reset()

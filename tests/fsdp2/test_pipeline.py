@@ -96,8 +96,6 @@ def test_what_lists_name_runs_ahead_until_it_is_used() -> None:
 
 
 class _Repeated(Deep):
-    """Each block runs twice in a row."""
-
     def call(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return block(block(x))
 
@@ -120,8 +118,6 @@ class _NoBiases(Deep):
 
 
 def _with_open_reshard(make: Callable[[], nn.Module], **options: Any) -> WithFsdp2:
-    """After three steps."""
-
     def ours(model: Any) -> None:
         fsdp_compile.fully_shard(model, reshard_after_forward="auto")
 
@@ -152,8 +148,6 @@ def test_what_is_used_last_stays_for_backward() -> None:
 
 
 class _WideBlock(nn.Module):
-    """Of weights that are large enough for messages of their own."""
-
     def __init__(self) -> None:
         super().__init__()
         self.a = nn.Linear(WIDTH, 4096, bias=False)

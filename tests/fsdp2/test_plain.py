@@ -30,8 +30,6 @@ from tests.two_sides import compile_in_place as in_place
 
 
 class Block(Residual):
-    """A block with a residual."""
-
     def __init__(self) -> None:
         super().__init__(6, 9)
 
@@ -46,7 +44,6 @@ class Model(nn.Module):
         self.head = nn.Linear(6, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The outputs for a batch."""
         x = self.first(x)
         for block in self.blocks:
             x = block(x)
@@ -89,8 +86,6 @@ def _masked(gradient: torch.Tensor) -> torch.Tensor:
 
 
 class Tied(Model):
-    """Two blocks that have a parameter in common."""
-
     def __init__(self) -> None:
         super().__init__()
         first, second = (self.get_submodule(f"blocks.{i}.up") for i in (0, 1))

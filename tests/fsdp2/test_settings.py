@@ -47,21 +47,13 @@ def test_full_precision_in_eval() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Case:
-    """What is set.
+    """What is set."""
 
-    Attributes:
-        before: Called with the model before each microbatch, with its number.
-        mesh: Shape of (replicate, shard); one of shards alone if empty.
-        micro_batches: In each step.
-        is_kept: Whether FSDP2's hooks gather units in some forwards.
-        arguments: Of `fully_shard`.
-    """
-
-    before: Callable[[Any, int], None]
-    mesh: tuple[int, ...] = ()
-    micro_batches: int = 1
-    is_kept: bool = False
-    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
+    before: Callable[[Any, int], None]  # called with the model before each microbatch, with its number
+    mesh: tuple[int, ...] = ()  # shape of (replicate, shard); one of shards alone if empty
+    micro_batches: int = 1  # in each step
+    is_kept: bool = False  # whether FSDP2's hooks gather units in some forwards
+    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)  # of `fully_shard`
 
 
 def _each(model: Any, name: str, value: Any) -> None:
@@ -240,8 +232,6 @@ def test_a_hook_is_set_after_compiled_steps() -> None:
 
 
 class _Leaves(Mlp):
-    """A model that leaves its first layer out if it is told to."""
-
     leaves_out = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

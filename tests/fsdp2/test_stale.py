@@ -129,7 +129,6 @@ def test_lists_from_before() -> None:
 @long.parametrize("kind", ["adamw", "adagrad"], always=["adamw"])
 @on_ranks()
 def test_state_that_is_loaded_between_sharding_and_the_first_step(kind: str) -> None:
-    """Saves and loads an optimizer's state between sharding and the first step."""
     first = pair_of(optimizer=OPTIMIZERS[kind])
     first.call = one_line(first.model)
     first.train()
@@ -185,7 +184,6 @@ def test_state_that_cannot_be_sharded_is_refused_by_name() -> None:
 
 @on_ranks()
 def test_a_graph_from_before_keeps_its_values() -> None:
-    """A graph from before the model was sharded still has the values that it read."""
     pair = pair_of()
     x = torch.randn(4, 6, requires_grad=True)
     y = x.detach().clone().requires_grad_()
@@ -250,8 +248,6 @@ def _shapes(parameters: list[nn.Parameter]) -> list[tuple[Any, ...]]:
 
 
 class _Tagged(Small):
-    """Reads a mark of a parameter in its forward."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) * getattr(self.scale, "tag", 1.0)
 

@@ -114,8 +114,6 @@ class _Model(nn.Module):
 
 
 class _Counted(abc.ABCMeta):
-    """A metaclass of a user's own."""
-
     def __call__(cls, *args: object, **kwargs: object) -> object:
         made = super().__call__(*args, **kwargs)
         made.was_made = True
@@ -407,8 +405,6 @@ class _Slow(nn.Module):
 
 
 class _Clamped(nn.Module):
-    """Writes into what a read gives."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(32))
@@ -458,8 +454,6 @@ def test_a_flat_shard_of_one_padded_slot(world_size: int) -> None:
 
 
 class _PartlyUsed(nn.Module):
-    """Uses one layer or both."""
-
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)

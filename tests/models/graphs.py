@@ -13,8 +13,6 @@ from tests.models.layers import InARow, Residual
 
 
 class Block(Residual):
-    """One of four widths."""
-
     def __init__(self, width: int = 64) -> None:
         super().__init__(width, 4 * width)
 

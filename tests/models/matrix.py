@@ -27,8 +27,6 @@ class Block(Residual):
 
 
 class Plain(nn.Module):
-    """Two blocks and a head."""
-
     def __init__(self, *, recompute: bool, hidden: int = 2 * WIDTH) -> None:
         super().__init__()
         self.recompute = recompute
@@ -45,8 +43,6 @@ class Plain(nn.Module):
 
 
 class Tied(Plain):
-    """Embedding and head are one parameter."""
-
     def __init__(self, *, recompute: bool) -> None:
         super().__init__(recompute=recompute)
         self.embed = nn.Embedding(11, WIDTH)

@@ -244,8 +244,6 @@ SCALE = 64.0
 
 
 class Scaled(nn.Module):
-    """A matrix, and a vector that may be ignored."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.eye(4))

@@ -78,7 +78,6 @@ def _sharded(mesh: tuple[int, ...] = (2,), dtype: torch.dtype | None = None) -> 
 
 
 def _trained(model: nn.Module, name: str = "") -> list[nn.Parameter]:
-    """What an optimizer of this name trains."""
     return [p for p in model.parameters() if p.requires_grad and (p.dim() == 2 or name not in ONLY_MATRICES)]
 
 
@@ -89,7 +88,6 @@ def _optimized(model: Any, name: str = "Adafactor") -> Side:
 
 
 def _pair(name: str = "Adafactor", mesh: tuple[int, ...] = (2,), dtype: torch.dtype | None = None) -> tuple[Side, Side]:
-    """A sharded model and a plain one."""
     reference = _made(dtype)
     return _optimized(_sharded(mesh, dtype), name), (reference, OPTIMIZERS[name](_trained(reference, name)))
 

@@ -27,8 +27,6 @@ TABLE, NORM, HEAD = "tok.weight", "norm.weight", "head.weight"
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """An embedding, layers, a norm and a head."""
-
     units: Mapping[str, str]  # of each parameter; the table is the head's weight if there is no `HEAD`
     frozen: frozenset[str] = frozenset()  # parameters without gradients
     offloaded: frozenset[str] = frozenset()  # units whose shards are on the host

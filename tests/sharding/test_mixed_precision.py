@@ -171,8 +171,6 @@ def test_what_buffers_are_given_is_not_rounded(source: str) -> None:
 
 
 class Sees(nn.Linear):
-    """A linear layer that notes what it was given."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.given = x.dtype
         return super().forward(x.to(BF16))
@@ -217,16 +215,12 @@ def test_fsdp1s_flag_for_the_root_overrides(*, root: bool, others: bool, seen: t
 
 
 class Pair(NamedTuple):
-    """A named tuple of inputs."""
-
     x: torch.Tensor
     y: int
 
 
 @dataclasses.dataclass
 class Both:
-    """A dataclass of inputs."""
-
     x: torch.Tensor
     pair: Pair
 

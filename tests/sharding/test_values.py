@@ -29,8 +29,6 @@ from tests.two_sides import mesh_of
 
 
 class _Frequencies(nn.Module):
-    """Has a buffer, and no parameters."""
-
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("frequencies", torch.ones(4) / 3)
@@ -48,7 +46,6 @@ class _Module(Model):
         self.rope = _Frequencies()
 
     def reset_parameters(self) -> None:
-        """As constructed."""
         with torch.no_grad():
             self.scale.fill_(1.5)  # type: ignore[union-attr]
             self.count.copy_(torch.tensor([3, 4]))  # type: ignore[union-attr]

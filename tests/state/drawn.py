@@ -158,7 +158,6 @@ class _Side:
         return float(mean_over_ranks(loss))
 
     def save(self, folder: Path) -> None:
-        """Writes the state."""
         kind, state, model, optimizer = self.row["kind"], {}, self.model, self.optimizer
         if kind in ("full", "full of rank 0"):
             options = FULL if kind == "full" else OF_RANK_0
@@ -174,7 +173,6 @@ class _Side:
             torch.save(state, folder / "state.pt")
 
     def load(self, folder: Path) -> None:
-        """Reads it."""
         kind, model, optimizer = self.row["kind"], self.model, self.optimizer
         if kind in ("sharded", "FSDP1, sharded"):
             if kind == "FSDP1, sharded":  # an optimizer with state has places for what is loaded

@@ -99,7 +99,6 @@ REFUSED: dict[str, Change] = {
 
 @on_ranks(timeout_s=60)
 def test_a_change_at_any_place_of_a_tied_parameter_counts_or_is_refused_on_all_ranks() -> None:
-    """What is put at one place of a tied parameter is at all of them; what cannot be kept is an error on all ranks."""
     new = torch.full((6, 6), 7.0)
     new[0] = torch.nan
     for change in KEPT:
@@ -314,7 +313,6 @@ def test_wrong_uses_are_refused_and_exceptions_leave_shards() -> None:
 
 @on_ranks()
 def test_a_look_between_forward_and_backward_is_harmless() -> None:
-    """A look at the parameters between forward and backward changes nothing."""
     model, reference = _pair()
     losses = [each(batch()).square().mean() for each in (model, reference)]
     with full_params(model):

@@ -257,7 +257,6 @@ def before_a_compiled_function_again() -> None:
 
 @case("gradients")
 def accumulated() -> None:
-    """Compiled and in eager code."""
     for order, within in (("ccc", None), ("eee", None), ("cec", None), ("ece", REDUCED_TWICE), ("cce", None)):
         pair = pair_of()
         compiled = pair.compiled()

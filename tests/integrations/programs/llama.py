@@ -32,13 +32,11 @@ FOUR_STEPS: dict[str, Any] = {
 
 
 def config(**changes: Any) -> LlamaConfig:
-    """Two layers."""
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     return LlamaConfig(**{"vocab_size": 64, "num_key_value_heads": 2, **sizes, **changes})
 
 
 def model(**changes: Any) -> LlamaForCausalLM:
-    """One with such a configuration."""
     return LlamaForCausalLM(config(**changes))
 
 

@@ -24,15 +24,10 @@ _COLUMNS = "| combination | required | largest difference | last places | larges
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One line of the page.
+    """One line of the page."""
 
-    Attributes:
-        key: The combination.
-        cells: What was measured, ready to print.
-    """
-
-    key: str
-    cells: tuple[str, ...]
+    key: str  # the combination
+    cells: tuple[str, ...]  # what was measured, ready to print
 
     @staticmethod
     def of(key: str, found: Sequence[Difference]) -> Row:

@@ -27,7 +27,6 @@ from tests.two_sides import compile_eagerly, loss_of, made, mesh_of, shard_block
 
 
 def _trained(bucket_mb: float) -> list[torch.Tensor]:
-    """Losses and this rank's parameters after two steps."""
     torch._dynamo.reset()  # both compile the same code
     model = made(Slim)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

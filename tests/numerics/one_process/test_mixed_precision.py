@@ -263,8 +263,6 @@ def test_low_precision_gradients_are_kept_if_asked() -> None:
 
 
 class _Looked(nn.Module):
-    """Has integers for input: nothing to cast."""
-
     def __init__(self) -> None:
         super().__init__()
         self.table, self.head = nn.Embedding(7, WIDTH), nn.Linear(WIDTH, 5)

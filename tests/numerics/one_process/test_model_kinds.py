@@ -85,7 +85,6 @@ def _llama() -> nn.Module:
 @pytest.mark.parametrize("optimizer_made", ["before", "after"])
 @on_ranks(timeout_s=500)
 def test_llama_trains_as_in_one_process(optimizer_made: Literal["before", "after"]) -> None:
-    """Differences of the losses, and of the parameters after three AdamW steps in units of the learning rate."""
     model, reference = made(_llama), made(_llama).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE) if optimizer_made == "before" else None
     compiled = torch.compile(model, backend="fsdp")
@@ -172,7 +171,6 @@ def test_batch_norm_keeps_each_ranks_own_statistics() -> None:
 
 @on_ranks()
 def test_a_part_runs_by_itself_and_loading_is_strict() -> None:
-    """A block of a sharded model is called without the model, and names that do not fit are refused on loading."""
     model, reference = fully_shard(made(Slim)), made(Slim)
     x = torch.randn(2, 32)
     torch.testing.assert_close(model.blocks[1](x), reference.blocks[1](x))
