@@ -53,7 +53,13 @@ def _reference(model: nn.Module) -> AveragedModel:
     return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
 
 
-def _check_updates(shape: tuple[int, ...]) -> None:
+def ema_values(theirs: AveragedModel) -> dict[str, Any]:
+    return {**theirs.state_dict(), "n_averaged": torch.tensor(0)}
+
+
+@long.parametrize("shape", [(2,), (2, 2)], always=[(2, 2)])
+@on_ranks(world_size=lambda shape: torch.Size(shape).numel())
+def test_averages_equal_those_of_torch_in_one_process(shape: tuple[int, ...]) -> None:
     """The averages of the values that the sharded model has, bit for bit."""
     model, followed = sharded(shape=shape), made()
     ema, theirs, optimizer = EMA(model, DECAY), _reference(followed), _optimizer(model)
@@ -79,15 +85,6 @@ def _check_updates(shape: tuple[int, ...]) -> None:
     assert ema.full_state_dict()["module.scale"] == 7, "what is written to the model inside is kept as the average"
     with ema.swapped_in():
         assert_same(EMA(model, DECAY).full_state_dict(), {**ema_values(theirs), "module.scale": torch.tensor(7.0)})
-
-
-def ema_values(theirs: AveragedModel) -> dict[str, Any]:
-    return {**theirs.state_dict(), "n_averaged": torch.tensor(0)}
-
-
-@long.parametrize("shape", [(2,), (2, 2)], always=[(2, 2)])
-def test_averages_equal_those_of_torch_in_one_process(shape: tuple[int, ...]) -> None:
-    run_ranks(_check_updates, shape, world_size=torch.Size(shape).numel())
 
 
 def _trained(steps: int) -> tuple[Any, EMA, torch.optim.Optimizer]:
@@ -160,8 +157,6 @@ def test_buffers_that_are_cast_keep_their_precision() -> None:
 
 
 class WithExtraState(nn.Linear):
-    """Has a state that is no tensor."""
-
     scale = 1.0
 
     def get_extra_state(self) -> Any:

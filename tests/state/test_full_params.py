@@ -17,7 +17,7 @@ from fsdp_compile.errors import ConfigError, RankMismatchError
 from fsdp_compile.state.full_params import full_params, full_tensors
 from tests import long
 from tests.fsdp2.models import batch, made, mesh_of, sharded
-from tests.ranks import on_ranks, run_ranks
+from tests.ranks import on_ranks
 from tests.two_sides import whole
 
 
@@ -32,7 +32,9 @@ def _assert_shards_equal(model: nn.Module, reference: nn.Module) -> None:
         assert torch.equal(whole(mine), theirs), name
 
 
-def _check_view(shape: tuple[int, ...]) -> None:
+@long.parametrize("shape", [(1,), (2,), (2, 2)], always=[(2, 2)])
+@on_ranks(world_size=lambda shape: torch.Size(shape).numel())
+def test_everything_is_full_inside_and_what_was_written_is_kept(shape: tuple[int, ...]) -> None:
     model, reference = _pair(shape)
     model(batch())  # FSDP2 is initialized, and keeps the root unsharded
     before = {n: p for n, p in model.state_dict(keep_vars=True).items() if isinstance(p, DTensor)}
@@ -68,11 +70,6 @@ def _check_view(shape: tuple[int, ...]) -> None:
     reference.load_state_dict(new)
     _assert_shards_equal(model, reference)
     torch.testing.assert_close(model(batch()), reference(batch()))
-
-
-@long.parametrize("shape", [(1,), (2,), (2, 2)], always=[(2, 2)])
-def test_everything_is_full_inside_and_what_was_written_is_kept(shape: tuple[int, ...]) -> None:
-    run_ranks(_check_view, shape, world_size=torch.Size(shape).numel())
 
 
 Change = Callable[[Any, torch.Tensor], object]
@@ -181,7 +178,9 @@ def test_each_rank_keeps_its_own_part_and_attributes_are_kept() -> None:
     assert model.weight.tag == "inside"
 
 
-def _check_first_rank(shape: tuple[int, ...]) -> None:
+@long.parametrize("shape", [(2,), (2, 2)], always=[(2,)])
+@on_ranks(world_size=lambda shape: torch.Size(shape).numel())
+def test_the_first_rank_alone_can_hold_and_write(shape: tuple[int, ...]) -> None:
     model, reference = _pair(shape)
     for each in (model, reference):
         each(batch()).square().mean().backward()
@@ -203,11 +202,6 @@ def _check_first_rank(shape: tuple[int, ...]) -> None:
         assert (mine.grad is None) == (theirs.grad is None), name
         if theirs.grad is not None:
             torch.testing.assert_close(whole(mine.grad), 2 * theirs.grad, msg=name)
-
-
-@long.parametrize("shape", [(2,), (2, 2)], always=[(2,)])
-def test_the_first_rank_alone_can_hold_and_write(shape: tuple[int, ...]) -> None:
-    run_ranks(_check_first_rank, shape, world_size=torch.Size(shape).numel())
 
 
 @on_ranks()
