@@ -147,8 +147,6 @@ def test_nested_regions_are_refused() -> None:
 
 
 class _Weight(nn.Module):
-    """A layer after something that is made of a weight."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.eye(WIDTH) + 0.1 * torch.randn(WIDTH, WIDTH))
@@ -220,8 +218,6 @@ def test_the_first_call_may_be_inside_of_a_transform(transform: Callable[..., An
 
 
 class _WithTarget(nn.Module):
-    """One layer is used with and without gradients in one forward."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(WIDTH, WIDTH)
