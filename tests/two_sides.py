@@ -108,6 +108,22 @@ def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
+class Averaging:
+    """A communication hook that averages as the default does, and notes states and sizes of gradients and outputs."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.calls: list[tuple[object, int, int]] = []
+        self.group = group
+
+    def __call__(self, state: object, gradient: torch.Tensor, output: torch.Tensor | None = None) -> None:
+        self.calls.append((state, gradient.numel(), -1 if output is None else output.numel()))
+        if output is None:
+            dist.all_reduce(gradient, group=self.group)
+        else:
+            dist.reduce_scatter_tensor(output, gradient, group=self.group)
+        (gradient if output is None else output).div_(dist.get_world_size(self.group))
+
+
 # What is compared.
 
 

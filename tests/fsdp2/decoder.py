@@ -93,7 +93,6 @@ def shard(model: nn.Module, **settings: Any) -> None:
 
 
 def shard_lists(model: Any, **settings: Any) -> None:
-    """One call for the norm and the head."""
     for block in model.blocks:
         fully_shard(block, **settings)
     fully_shard([model.norm, model.head], **settings)
@@ -129,18 +128,19 @@ def by_blocks(pair: WithFsdp2, **options: Any) -> WithFsdp2:
 
 
 @contextlib.contextmanager
-def progress_lines() -> Iterator[list[str]]:
+def progress_lines(level: int = logging.INFO) -> Iterator[list[str]]:
     """What the package says of its progress in the block."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     LOGGER.addHandler(handler)
-    LOGGER.setLevel(logging.INFO)
+    before = LOGGER.level
+    LOGGER.setLevel(level)
     try:
         yield lines
     finally:
         LOGGER.removeHandler(handler)
-        LOGGER.setLevel(logging.NOTSET)
+        LOGGER.setLevel(before)
 
 
 @contextlib.contextmanager

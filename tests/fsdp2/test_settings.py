@@ -26,7 +26,18 @@ from tests import long
 from tests.fsdp2.mlp import WIDTH, Mlp, batch, only_hooks, pair_of, shard, sharded
 from tests.models.round_sizes import Stack, explained
 from tests.ranks import on_ranks
-from tests.two_sides import BITS, MIXED, WithFsdp2, Within, compare_gradients, compile_eagerly, mesh_of, sgd, taken_over
+from tests.two_sides import (
+    BITS,
+    MIXED,
+    Averaging,
+    WithFsdp2,
+    Within,
+    compare_gradients,
+    compile_eagerly,
+    mesh_of,
+    sgd,
+    taken_over,
+)
 
 
 @on_ranks()
@@ -132,12 +143,6 @@ def test_a_reset_drops_what_waits() -> None:
     pair.train()
 
 
-def _average(calls: list[str], gradient: torch.Tensor, output: torch.Tensor) -> None:
-    calls.append("average")
-    dist.reduce_scatter_tensor(output, gradient)
-    output /= dist.get_world_size()
-
-
 LOW = Within((0.05, 0.02), (0.05, 0.02), (0.05, 0.02))
 
 
@@ -146,27 +151,27 @@ LOW = Within((0.05, 0.02), (0.05, 0.02), (0.05, 0.02))
 def test_compiled(*, is_own: bool, micro_batches: int) -> None:
     """A hook that averages, and torch's for bfloat16, which is as FSDP2's `reduce_dtype`."""
     policy = MixedPrecisionPolicy() if is_own else MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
-    pair, calls = pair_of(fullgraph=True, ours=shard, mp_policy=policy), list[str]()
+    pair, average = pair_of(fullgraph=True, ours=shard, mp_policy=policy), Averaging()
     if is_own:
-        register_comm_hook(pair.model, _average, calls)
+        register_comm_hook(pair.model, average)
     else:
         register_comm_hook(pair.call, default_hooks.bf16_compress_hook)
     # FSDP2 adds microbatches up in bfloat16, a hook compresses their sum.
     pair.train(*[pair.call] * micro_batches, within=LOW if micro_batches > 1 and not is_own else BITS)
-    assert len(calls) == (6 if is_own else 0)  # units times steps
+    assert len(average.calls) == (6 if is_own else 0)  # units times steps
 
 
 @pytest.mark.long
 @on_ranks()
 def test_after_a_step() -> None:
     """One that is registered after compiled steps counts from the next one on."""
-    pair, calls = pair_of(fullgraph=True), list[str]()
+    pair, average = pair_of(fullgraph=True), Averaging()
     pair.train(steps=1)
-    register_comm_hook(pair.model, _average, calls)
+    register_comm_hook(pair.model, average)
     pair.train(steps=1)
     with pytest.raises(ConfigError, match="has a communication hook already"):
-        register_comm_hook(pair.model, _average, calls)
-    assert len(calls) == 3
+        register_comm_hook(pair.model, average)
+    assert len(average.calls) == 3
 
 
 class _Gather(DefaultAllGather):

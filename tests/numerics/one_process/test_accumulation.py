@@ -27,6 +27,7 @@ from tests.models.kinds import GraphBreaks, Slim, Stack
 from tests.numerics.one_process.measure import OneOfTwo, batches, gradient_difference
 from tests.ranks import on_ranks
 from tests.two_sides import (
+    Averaging,
     Run,
     WithFsdp2,
     WithOneProcess,
@@ -334,23 +335,14 @@ def test_reshard_after_forward_can_be_changed_between_steps() -> None:
 @on_ranks(world_size=lambda world_size: world_size)
 def test_a_hook_is_called_once_with_the_sum_of_held_and_new_gradients(world_size: int) -> None:
     pair = make_pair()
-    calls: list[object] = []
-
-    def average(state: object, gradient: torch.Tensor, output: torch.Tensor | None = None) -> None:
-        calls.append(state)
-        if output is None:
-            dist.all_reduce(gradient)
-        else:
-            dist.reduce_scatter_tensor(output, gradient)
-        (gradient if output is None else output).div_(world_size)
-
+    average = Averaging()
     register_comm_hook(pair.model, average)
     groups = sum(len(unit.groups) for unit in units(pair.model))
     for step in range(2):
         hold(pair)
-        assert len(calls) == step * groups
+        assert len(average.calls) == step * groups
         pair.backward()
-        assert len(calls) == (step + 1) * groups
+        assert len(average.calls) == (step + 1) * groups
         assert is_close(pair)
         pair.update()
 
