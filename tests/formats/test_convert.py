@@ -35,7 +35,6 @@ def _values(path: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A checkpoint of three ranks, and what is in it."""
     folder = tmp_path_factory.mktemp("sharded") / "dcp"
     return folder, save_sharded(folder)
 

@@ -292,8 +292,6 @@ class _Norm(_Squares):
 
 
 class _Children(_Squares):
-    """Of matrices of two blocks."""
-
     def penalty(self) -> torch.Tensor:
         return sum((p.abs().sum() for n, p in self.blocks.named_parameters() if "weight" in n), torch.zeros(()))
 

@@ -18,8 +18,6 @@ class Block(Residual):
 
 
 class Stack(InARow):
-    """One unit for each block."""
-
     def __init__(self, depth: int = 3, width: int = 64) -> None:
         super().__init__(Block(width) for _ in range(depth))
 

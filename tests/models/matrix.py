@@ -20,8 +20,6 @@ def make_batch(step: int) -> torch.Tensor:
 
 
 class Block(Residual):
-    """One of the width of the batches."""
-
     def __init__(self, hidden: int = 2 * WIDTH) -> None:
         super().__init__(WIDTH, hidden)
 
@@ -54,8 +52,6 @@ class Tied(Plain):
 
 
 class Frozen(Plain):
-    """A frozen block, and a frozen weight in a trained one."""
-
     def __init__(self, *, recompute: bool) -> None:
         super().__init__(recompute=recompute)
         self.blocks[0].requires_grad_(requires_grad=False)
@@ -75,16 +71,12 @@ class Uneven(Plain):
 
 
 class Unused(Plain):
-    """A parameter that no loss depends on."""
-
     def __init__(self, *, recompute: bool) -> None:
         super().__init__(recompute=recompute)
         self.unused = nn.Parameter(torch.ones(7))
 
 
 class Repeated(Plain):
-    """Every block is called twice."""
-
     def body(self, x: torch.Tensor) -> torch.Tensor:
         return super().body(super().body(x))
 

@@ -49,8 +49,6 @@ class StreamError(AssertionError):
 
 
 class StreamInterpreter(fx.Interpreter):
-    """Runs a graph under a model of streams."""
-
     def __init__(self, gm: fx.GraphModule, model: StreamModel) -> None:
         super().__init__(gm)
         self._model = model

@@ -31,7 +31,6 @@ class Row:
 
     @staticmethod
     def of(key: str, found: Sequence[Difference]) -> Row:
-        """The line of a training whose differences are these."""
         bitwise = all(one.bound == 0 for one in found)
         relative = max(one.relative for one in found)
         places = max(one.ulps for one in found)
