@@ -41,15 +41,11 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Success:
-    """What `fn` returned."""
-
     value: Any
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What `fn` raised."""
-
     error: BaseException | None
     """None where the exception cannot be pickled."""
     traceback: str

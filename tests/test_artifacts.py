@@ -61,7 +61,6 @@ def test_written_graphs_read_back(written: Path) -> None:
 @pytest.mark.long
 @on_ranks()
 def test_all_ranks_write_the_same_text(tmp_path: Path) -> None:
-    """Each writes for itself, as if it were the first."""
     mine, other = (tmp_path / str(rank) for rank in (dist.get_rank(), 1 - dist.get_rank()))
     first_of_all = SimpleNamespace(is_initialized=dist.is_initialized, get_rank=lambda: 0)
     with mock.patch.object(artifacts, "dist", first_of_all):

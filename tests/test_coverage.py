@@ -20,8 +20,6 @@ STATUSES = ("covered", "torch's", "different")
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One line of a table."""
-
     id: str
     status: str
     text: str

@@ -7,7 +7,7 @@ contains ours whole.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,14 +23,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 
 from fsdp_compile import ConfigError, FSDPCompileError, UnsupportedModelError, fully_shard
-from tests.fake_world import fake_world
 from tests.models.outlines import Block, Small, Transformer
-
-
-@pytest.fixture
-def world() -> Iterator[None]:
-    with fake_world(4):
-        yield
 
 
 def _compiled(model: Any, **options: Any) -> Any:

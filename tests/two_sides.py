@@ -108,6 +108,22 @@ def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
+class Averaging:
+    """A communication hook that averages as the default does, and notes states and sizes of gradients and outputs."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.calls: list[tuple[object, int, int]] = []
+        self.group = group
+
+    def __call__(self, state: object, gradient: torch.Tensor, output: torch.Tensor | None = None) -> None:
+        self.calls.append((state, gradient.numel(), -1 if output is None else output.numel()))
+        if output is None:
+            dist.all_reduce(gradient, group=self.group)
+        else:
+            dist.reduce_scatter_tensor(output, gradient, group=self.group)
+        (gradient if output is None else output).div_(dist.get_world_size(self.group))
+
+
 # What is compared.
 
 
@@ -289,19 +305,15 @@ class Sides:
             self.compare_parameters(within)
 
     def zero_grad(self) -> None:
-        """Forgets the gradients of both."""
         self.change(lambda model: model.zero_grad())
 
     def compare_losses(self, mine: torch.Tensor, theirs: torch.Tensor, within: Within | None = None) -> None:
-        """Asserts that both are the same."""
         close(mine, theirs, f"loss of batch {self.steps - 1}", (within or self.within).loss)
 
     def compare_gradients(self, within: Within | None = None) -> None:
-        """Asserts that they agree."""
         compare_gradients(self.model, self.reference, (within or self.within).gradient)
 
     def compare_parameters(self, within: Within | None = None) -> None:
-        """Asserts that they agree."""
         compare_parameters(self.model, self.reference, (within or self.within).parameter)
 
     def compare(self, within: Within | None = None) -> None:

@@ -23,8 +23,6 @@ from tests.two_sides import Run, WithOneProcess, compile_eagerly, compile_in_pla
 
 
 class _Task(nn.Module):
-    """A training task that has a model, as frameworks have."""
-
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
@@ -50,6 +48,11 @@ def _function(model: nn.Module) -> Call:
     return compile_eagerly(lambda x: model(x))  # noqa: PLW0108  a compiled function
 
 
+def _around_in_place(wrapped: DistributedDataParallel) -> nn.Module:
+    compile_in_place(wrapped.module)
+    return wrapped
+
+
 Call = Callable[[torch.Tensor], torch.Tensor]
 FORMS: dict[str, Callable[[nn.Module], Call]] = {
     "around": lambda model: DistributedDataParallel(compile_eagerly(model)),
@@ -57,9 +60,12 @@ FORMS: dict[str, Callable[[nn.Module], Call]] = {
     "around-a-called-one": lambda model: DistributedDataParallel(_called(model)),
     "around-module.compile": lambda model: DistributedDataParallel(compile_in_place(model)),
     "inside": lambda model: compile_eagerly(DistributedDataParallel(model)),
+    "inside-a-task": lambda model: compile_eagerly(_Task(DistributedDataParallel(model))),
+    "inside-module.compile": lambda model: _around_in_place(DistributedDataParallel(model)),
     "module.compile": lambda model: compile_in_place(DistributedDataParallel(model)),
     "function": lambda model: _function(DistributedDataParallel(model)),
 }
+INSIDE = ("inside", "inside-a-task", "inside-module.compile")
 
 
 def _refusal(call: Callable[[], object]) -> str:
@@ -73,7 +79,7 @@ def _refusal(call: Callable[[], object]) -> str:
 
 @pytest.mark.core
 @long.parametrize("make", MODELS, always=["small"])
-@long.parametrize("form", FORMS, always=["around", "inside", "module.compile", "function"])
+@long.parametrize("form", FORMS, always=["around", *INSIDE, "module.compile", "function"])
 @on_ranks(timeout_s=60)
 def test_ddp_is_refused_wherever_it_stands(form: str, make: str) -> None:
     message = _refusal(lambda: FORMS[form](MODELS[make]())(torch.ones(2, WIDTH)).sum().backward())

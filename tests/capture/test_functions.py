@@ -25,8 +25,6 @@ WIDTH = 6
 
 
 class _Layers(nn.Module):
-    """Two layers that functions read, and one around them."""
-
     def __init__(self) -> None:
         super().__init__()
         self.a = nn.Linear(WIDTH, WIDTH)
@@ -48,8 +46,6 @@ class _Cond(_Layers):
 
 
 class _ReadTwice(_Layers):
-    """Both branches read `a`, which is read outside of them as well."""
-
     def inner(self, x: torch.Tensor) -> torch.Tensor:
         taken = torch.cond(x.sum() < 1e9, lambda y: -self.a(y), lambda y: self.a(y) + self.b(y), (self.a(x),))
         return torch.tanh(taken)
@@ -97,8 +93,6 @@ class _Block(nn.Module):
 
 
 class _Regions(nn.Module):
-    """Blocks whose forwards are one region."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(_Block() for _ in range(3))
@@ -153,8 +147,6 @@ def test_nested_regions_are_refused() -> None:
 
 
 class _Weight(nn.Module):
-    """A layer after something that is made of a weight."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.eye(WIDTH) + 0.1 * torch.randn(WIDTH, WIDTH))
@@ -226,8 +218,6 @@ def test_the_first_call_may_be_inside_of_a_transform(transform: Callable[..., An
 
 
 class _WithTarget(nn.Module):
-    """One layer is used with and without gradients in one forward."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(WIDTH, WIDTH)

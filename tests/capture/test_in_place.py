@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -20,8 +18,6 @@ from tests.two_sides import Run, WithOneProcess, compile_in_place, loss_of
 
 
 class _Head(nn.Module):
-    """Has a part that another one has, too."""
-
     def __init__(self, trunk: nn.Module) -> None:
         super().__init__()
         self.trunk = trunk
@@ -41,30 +37,18 @@ class _TwoHeads(nn.Module):
         return self.a(x) + self.b(x)
 
 
-def _all_of_it(model: nn.Module) -> list[nn.Module]:
-    return [model]
-
-
-def _each_part(model: nn.Module) -> list[nn.Module]:
-    assert isinstance(model, Stack)
-    return [*model.blocks, model.head]
-
-
-def _heads(model: nn.Module) -> list[nn.Module]:
-    assert isinstance(model, _TwoHeads)
-    return [model.a, model.b]
+PARTS: list[tuple[Callable[[], nn.Module], Callable[[Any], list[nn.Module]]]] = [
+    (Stack, lambda model: [model]),
+    (Stack, lambda model: [*model.blocks, model.head]),
+    (_TwoHeads, lambda model: [model.a, model.b]),
+]
 
 
 @pytest.mark.core
-@long.parametrize(
-    ("make", "parts"),
-    [(Stack, _all_of_it), (Stack, _each_part), (_TwoHeads, _heads)],
-    always=[(Stack, _all_of_it)],
-)
+@long.parametrize("case", range(len(PARTS)), always=[0])
 @on_ranks()
-def test_plain_ones_are_refused_before_anything_is_trained(
-    make: Callable[[], nn.Module], parts: Callable[[nn.Module], list[nn.Module]]
-) -> None:
+def test_plain_ones_are_refused_before_anything_is_trained(case: int) -> None:
+    make, parts = PARTS[case]
     model = make()
     expected = copy.deepcopy(model)
     for part in parts(model):
@@ -87,25 +71,6 @@ def test_plain_ones_are_refused_before_anything_is_trained(
 @on_ranks()
 def test_what_the_refusal_of_a_shared_trunk_advises(how: Run) -> None:
     pair = WithOneProcess(_TwoHeads, how, shape=WIDTH)
-    for head in _heads(pair.model) if how is Run.EAGER else ():
+    for head in (pair.model.a, pair.model.b) if how is Run.EAGER else ():
         compile_in_place(head)
     pair.train(steps=3)
-
-
-SCRIPT = textwrap.dedent(
-    """
-    import torch
-    from torch import nn
-    layer = nn.Linear(4, 4)
-    layer.compile(backend="fsdp")  # imports the package
-    layer(torch.ones(2, 4)).sum().backward()
-    """
-)
-
-
-@pytest.mark.long
-def test_a_plain_module_of_torch_is_refused_by_the_first_compile_of_a_process() -> None:
-    """Dynamo starts no graph in it, of which the backend could hear."""
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300, check=False)
-    assert "ConfigError: compiled code trains a plain model" in done.stderr
-    assert "Linear, parameter weight" in done.stderr

@@ -41,7 +41,6 @@ class _Options:
 
 @pytest.fixture
 def nccl() -> Iterator[None]:
-    """A torch that has NCCL."""
     with (
         mock.patch.object(dist, "is_nccl_available", return_value=True),
         mock.patch.object(dist, "ProcessGroupNCCL", types.SimpleNamespace(Options=_Options), create=True),

@@ -27,7 +27,6 @@ S = ShardingStrategy
 
 
 def _specs(model: nn.Module) -> list[UnshardSpec]:
-    """Those of the parameters of a model with one unit."""
     (unit,) = units(model)
     return [param.spec for group in unit.groups for param in group.params]
 

@@ -13,7 +13,6 @@ from tests.cuda.wrapper import Wrapper
 
 
 def main() -> None:
-    """Reads the command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.cuda", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for wrappers, graphs and kernels")
     parser.add_argument("--layers", type=int, default=4)

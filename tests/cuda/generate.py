@@ -34,27 +34,18 @@ BF16: Mapping[str, Any] = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.b
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model in a world of ranks that do not exist.
-
-    Attributes:
-        replicas: Of hybrid sharding; 1 for none.
-        sharding: Arguments of `fully_shard`.
-        options: Of the backend.
-        before: What a script does with the model before it is sharded.
-        after: And afterwards.
-        dtype: Of what the model is called with.
-        autocast: Whether it is called under `torch.autocast`.
-    """
+    """A model in a world of ranks that do not exist."""
 
     sizes: Sizes = SMALL
     ranks: int = 8
-    replicas: int = 1
-    sharding: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    replicas: int = 1  # of hybrid sharding; 1 for none
+    sharding: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # arguments of `fully_shard`
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of the backend
+    # What a script does with the model before it is sharded.
     before: Callable[[nn.Module], object] = lambda _model: None
-    after: Callable[[nn.Module], object] = lambda _model: None
-    dtype: torch.dtype = torch.bfloat16
-    autocast: bool = False
+    after: Callable[[nn.Module], object] = lambda _model: None  # and afterwards
+    dtype: torch.dtype = torch.bfloat16  # of what the model is called with
+    autocast: bool = False  # whether it is called under `torch.autocast`
     architecture: Architecture = SM_90
 
 

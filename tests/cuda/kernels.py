@@ -15,16 +15,11 @@ _KERNEL = re.compile(r"^\w+ = async_compile\.triton\('(\w+)', '''\n(.*?)''', dev
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """One kernel, compiled with the first of the configurations that Inductor would try.
-
-    Attributes:
-        cubin_bytes: Of its machine code.
-        spills: Registers of a thread that do not fit and go to memory.
-    """
+    """One kernel, compiled with the first of the configurations that Inductor would try."""
 
     name: str
-    cubin_bytes: int
-    spills: int
+    cubin_bytes: int  # of its machine code
+    spills: int  # registers of a thread that do not fit and go to memory
 
 
 def compile_kernels(code: str, architecture: Architecture, folder: Path) -> list[Kernel]:

@@ -23,7 +23,6 @@ class Sizes:
 
     @property
     def head_width(self) -> int:
-        """Elements of one head."""
         return self.width // self.heads
 
 
@@ -64,8 +63,6 @@ def _rotated(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> tor
 
 
 class Layer(nn.Module):
-    """One block."""
-
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.RMSNorm(sizes.width, eps=1e-5), nn.RMSNorm(sizes.width, eps=1e-5)
@@ -81,8 +78,6 @@ class Layer(nn.Module):
 
 
 class Llama(nn.Module):
-    """Embedding, layers, norm, head."""
-
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         self.embedding = nn.Embedding(sizes.vocabulary, sizes.width)

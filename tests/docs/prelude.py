@@ -33,8 +33,6 @@ RANKS = {"explain": 0, "tensor_parallel": 32, "schedule": 8, "precision": 8}
 
 
 class Block(nn.Module):
-    """A feed-forward block."""
-
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
@@ -71,8 +69,6 @@ class Experts(nn.Module):
 
 
 class MyModel(nn.Module):
-    """Tokens to logits."""
-
     def __init__(self, kind: Callable[[], nn.Module] = Block) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, 16)

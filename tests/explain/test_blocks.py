@@ -19,8 +19,6 @@ DEPTH = 4
 
 
 class Four(Stack):
-    """Four blocks."""
-
     def __init__(self) -> None:
         super().__init__(DEPTH)
 

@@ -12,7 +12,7 @@ from torch.profiler import profile
 import fsdp_compile
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.explain.step_profile import STEP, Lane, Side, StepProfile, measured_side, planned_side
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 
 def _event(name: str, begin: float, end: float, cat: str = "cpu_op", tid: int = 1, **args: Any) -> dict[str, Any]:
@@ -92,8 +92,6 @@ def test_a_forward_by_itself_has_no_backward() -> None:
 
 
 class _Model(nn.Module):
-    """Four layers, each a unit."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(4))
@@ -163,11 +161,8 @@ def test_the_planned_side_is_the_plan_on_one_clock() -> None:
     assert side.peak_bytes == plan.peak_bytes - before
 
 
+@on_ranks()
 def test_blocks_that_share_code_take_a_plan() -> None:
-    run_ranks(_blocks, world_size=2)
-
-
-def _blocks() -> None:
     with torch.device("meta"):
         plain, x = _Model(), torch.ones(64, 256)
     plan = fsdp_compile.explain(plain, x, options={"regions": "blocks", "lower": "eager"})

@@ -13,7 +13,6 @@ from tests.faults.run import ENDS_WITHIN_S, Outcome, run
 
 
 def row(fault: Fault, outcomes: Sequence[Outcome]) -> str:
-    """The line of a fault in the table."""
     in_time = sum(outcome.is_in_time for outcome in outcomes)
     named = sum(outcome.named for outcome in outcomes)
     measured = [outcome.ended_s for outcome in outcomes if outcome.ended_s is not None]

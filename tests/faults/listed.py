@@ -16,21 +16,13 @@ class Start(StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """A fault of rank 1 of two.
+    """A fault of rank 1 of two."""
 
-    Attributes:
-        name: That of `program.py`, or the variable of `tests/training/driver.py`.
-        start: How the ranks are started.
-        told: A pattern of what the other rank says, or the last lines of the launcher.
-        own: A pattern of what the last lines of the launcher may say as well, if they are of rank 1.
-        stays: Whether rank 1 is stopped, so that nothing but a launcher ends it.
-    """
-
-    name: str
-    start: Start
-    told: str
-    own: str | None = None
-    stays: bool = False
+    name: str  # that of `program.py`, or the variable of `tests/training/driver.py`
+    start: Start  # how the ranks are started
+    told: str  # A pattern of what the other rank says, or the last lines of the launcher
+    own: str | None = None  # A pattern of what the last lines of the launcher may say as well, if they are of rank 1
+    stays: bool = False  # whether rank 1 is stopped, so that nothing but a launcher ends it
 
     def __str__(self) -> str:
         return f"{self.name}, {self.start}"

@@ -35,20 +35,14 @@ _TORCHRUN = (
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a run with a fault has ended.
+    """How a run with a fault has ended."""
 
-    Attributes:
-        ended_s: Seconds from the fault, when both ranks had come to it, to the end of all processes; `None` if some had
-            to be killed.
-        failed: Whether the launcher, or rank 0 where there is none, has ended by an error.
-        named: Whether the cause was named where it has to be.
-        output: Of all.
-    """
-
+    # Seconds from the fault, when both ranks had come to it, to the end of all processes; `None` if some had to
+    # be killed.
     ended_s: float | None
-    failed: bool
-    named: bool
-    output: str
+    failed: bool  # whether the launcher, or rank 0 where there is none, has ended by an error
+    named: bool  # whether the cause was named where it has to be
+    output: str  # of all
 
     @property
     def is_in_time(self) -> bool:
@@ -62,7 +56,6 @@ class Outcome:
 
 
 def run(fault: Fault, folder: Path) -> Outcome:
-    """One run, in an empty folder."""
     if fault.start is Start.ALONE:
         return _run_alone(fault, folder)
     if fault.start is Start.TORCHRUN:

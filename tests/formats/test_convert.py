@@ -29,14 +29,12 @@ SAFETENSORS = ConvertOptions(Format.SAFETENSORS)
 
 
 def _values(path: Path) -> dict[str, Any]:
-    """All tensors of a checkpoint by name."""
     checkpoint = open_checkpoint(path)
     return {name: checkpoint.read(name) for name in checkpoint.values}
 
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A checkpoint of three ranks, and what is in it."""
     folder = tmp_path_factory.mktemp("sharded") / "dcp"
     return folder, save_sharded(folder)
 

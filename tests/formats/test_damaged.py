@@ -33,7 +33,6 @@ from tests.ranks import run_ranks
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a checkpoint of each format."""
     folder = tmp_path_factory.mktemp("written")
     save_sharded(folder / "dcp")
     save_steps(folder / "steps")

@@ -36,8 +36,6 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """An embedding, blocks, a norm that is in the unit of the root, and a head."""
-
     block: type[nn.Module] = Block
 
     def __init__(self) -> None:
@@ -83,7 +81,6 @@ class Tied(Decoder):
 
 
 def shard(model: nn.Module, **settings: Any) -> None:
-    """Calls torch's `fully_shard` on the blocks, the embedding, the head and the rest."""
     assert isinstance(model, Decoder)
     for block in model.blocks:
         fully_shard(block, **settings)
@@ -96,7 +93,6 @@ def shard(model: nn.Module, **settings: Any) -> None:
 
 
 def shard_lists(model: Any, **settings: Any) -> None:
-    """One call for the norm and the head."""
     for block in model.blocks:
         fully_shard(block, **settings)
     fully_shard([model.norm, model.head], **settings)
@@ -127,24 +123,24 @@ def pair_of(
 
 
 def by_blocks(pair: WithFsdp2, **options: Any) -> WithFsdp2:
-    """Compiled block by block."""
     pair.compiled(fullgraph=False, regions="blocks", **options)
     return pair
 
 
 @contextlib.contextmanager
-def progress_lines() -> Iterator[list[str]]:
+def progress_lines(level: int = logging.INFO) -> Iterator[list[str]]:
     """What the package says of its progress in the block."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     LOGGER.addHandler(handler)
-    LOGGER.setLevel(logging.INFO)
+    before = LOGGER.level
+    LOGGER.setLevel(level)
     try:
         yield lines
     finally:
         LOGGER.removeHandler(handler)
-        LOGGER.setLevel(logging.NOTSET)
+        LOGGER.setLevel(before)
 
 
 @contextlib.contextmanager
@@ -253,5 +249,4 @@ def trains(
 
 
 def with_blocks(block: type[nn.Module]) -> type[Decoder]:
-    """A decoder of other blocks."""
     return type("Model", (Decoder,), {"block": block})

@@ -40,12 +40,10 @@ def shard(model: Any, mesh: tuple[int, ...] = (), **arguments: Any) -> Any:
 
 
 def sharded(**arguments: Any) -> Any:
-    """A new model."""
     return shard(made(Mlp), **arguments)
 
 
 def batch(step: int) -> torch.Tensor:
-    """Of this rank."""
     return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
 
 

@@ -10,7 +10,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import fx, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
@@ -38,10 +37,12 @@ from tests.fsdp2.decoder import (
     shard,
     shard_lists,
 )
+from tests.models.layers import InARow
 from tests.ranks import on_ranks
 from tests.two_sides import (
     MIXED,
     REDUCED_TWICE,
+    Averaging,
     WithFsdp2,
     compile_eagerly,
     compile_in_place,
@@ -194,23 +195,6 @@ def test_inductor_compiles_no_embedding_or_head_alone_unless_it_has_settings() -
 
 
 @on_ranks()
-def test_a_plain_model() -> None:
-    model = Decoder()
-    call = compile_eagerly(model, regions="blocks", mp_policy=MIXED)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(8):
-        loss = cross_entropy(call, batch(0))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
-    regions = {region.number for unit in taken_over(model).units for region in unit.compiled_regions.values()}
-    assert regions == {0, 1, 2}
-
-
-@on_ranks()
 def test_what_is_refused() -> None:
     sharded, alone = Decoder(), Block()
     shard(sharded)
@@ -227,17 +211,9 @@ def test_what_is_refused() -> None:
             call()
 
 
-class _Wide(nn.Module):
+def _wide() -> nn.Module:
     """Of weights that are large enough for messages of their own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(128, 128) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return x
+    return InARow(nn.Sequential(nn.Linear(128, 128), nn.Tanh()) for _ in range(3))
 
 
 class _Selective(nn.Module):
@@ -297,11 +273,10 @@ def test_gradients_of_gradients_are_refused() -> None:
 
 @on_ranks()
 def test_gathers_in_8_bits() -> None:
-    """In 8 bits, numbers are those of the whole graph."""
     sides = []
     for regions in ("blocks", "whole"):
         torch._dynamo.reset()
-        model = shard_blocks(made(_Wide), mp_policy=fsdp_compile.MixedPrecision(gather_dtype=torch.int8))
+        model = shard_blocks(made(_wide), mp_policy=fsdp_compile.MixedPrecision(gather_dtype=torch.int8))
         call = compile_eagerly(model, regions=regions)
         for step in range(3):
             model.zero_grad()
@@ -315,17 +290,10 @@ def test_gathers_in_8_bits() -> None:
 @on_ranks()
 def test_a_reduction_of_the_users() -> None:
     """It is called for each of the six units that are compiled, and averages as FSDP2 does for two ranks."""
-    calls: list[object] = []
-
-    def summed(state: object, gradient: torch.Tensor, output: torch.Tensor) -> None:
-        calls.append(state)
-        dist.reduce_scatter_tensor(output, gradient)
-        output.div_(dist.get_world_size())
-
-    pair = pair_of(Deep)
-    fsdp_compile.register_comm_hook(pair.model, summed)
+    pair, average = pair_of(Deep), Averaging()
+    fsdp_compile.register_comm_hook(pair.model, average)
     by_blocks(pair).train(steps=3)
-    assert len(calls) >= 3 * 6
+    assert len(average.calls) >= 3 * 6
 
 
 @on_ranks()

@@ -21,7 +21,6 @@ ALWAYS = ["breaks", "compiled", "gradients", "uneven_ranks"]
 @parametrize("group", GROUPS, always=ALWAYS)
 @on_ranks()
 def test_like_fsdp2(group: str) -> None:
-    """What went wrong in which case."""
     failed = {}
     for name, case in GROUPS[group].items():
         torch.compiler.reset()

@@ -353,8 +353,6 @@ def _guards(make: Callable[[], nn.Module], layers: int) -> collections.Counter[s
 
 
 class _Scaled(nn.Module):
-    """Reads each parameter by its name."""
-
     def __init__(self, parameters: int) -> None:
         super().__init__()
         self.count = parameters

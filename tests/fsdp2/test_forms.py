@@ -40,8 +40,6 @@ class _Many(Decoder):
 
 
 class _Unlike(_Many):
-    """As many blocks, of which half have no biases."""
-
     def __init__(self) -> None:
         super().__init__()
         for block in self.blocks[::2]:
@@ -72,7 +70,6 @@ def _hook_of_root(model: Any) -> None:
 
 
 def _in_8_bits(model: Any) -> None:
-    """A root with a table that is sent in 8 bits."""
     model.table = nn.Parameter(torch.zeros(256, 256))
     policy = fsdp_compile.MixedPrecision(gather_dtype=torch.int8)
     shard_blocks(model, mp_policy=policy)

@@ -26,21 +26,13 @@ STEPS = 2
 
 @dataclasses.dataclass(frozen=True)
 class _Case:
-    """How a model is made and sharded.
+    """How a model is made and sharded."""
 
-    Attributes:
-        kind: Class of some of its weights.
-        rows: Of its hidden layers.
-        micro_batches: Of which all but the last are not reduced.
-        mesh: Its shape; empty for all ranks.
-        arguments: Of `fully_shard`.
-    """
-
-    kind: type[Wrapped] = Half
-    rows: int = 8
-    micro_batches: int = 1
-    mesh: tuple[int, ...] = ()
-    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
+    kind: type[Wrapped] = Half  # class of some of its weights
+    rows: int = 8  # of its hidden layers
+    micro_batches: int = 1  # of which all but the last are not reduced
+    mesh: tuple[int, ...] = ()  # its shape; empty for all ranks
+    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)  # of `fully_shard`
 
 
 CASES = {

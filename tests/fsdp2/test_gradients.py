@@ -29,8 +29,6 @@ Gradients = tuple[torch.Tensor | None, ...]
 
 
 class _Branches(Small):
-    """`Small`, and a layer that is left out."""
-
     def __init__(self) -> None:
         super().__init__()
         self.unused = nn.Linear(3, 3)
@@ -270,8 +268,6 @@ def test_gradient_of_the_input(param_dtype: torch.dtype | None, bound: float) ->
 
 
 class _Squares(Slim):
-    """The mean square of the output, and a penalty."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         loss = super().forward(x).square().mean()
         return loss * (1 + self.penalty())
@@ -296,8 +292,6 @@ class _Norm(_Squares):
 
 
 class _Children(_Squares):
-    """Of matrices of two blocks."""
-
     def penalty(self) -> torch.Tensor:
         return sum((p.abs().sum() for n, p in self.blocks.named_parameters() if "weight" in n), torch.zeros(()))
 

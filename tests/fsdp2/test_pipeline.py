@@ -13,7 +13,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -28,7 +27,7 @@ from fsdp_compile.ops.effects import erase_markers
 from tests.fsdp2.decoder import WIDTH, Deep, batch, by_blocks, cross_entropy, pair_of, progress_lines, shard
 from tests.passes.test_offload import BACKWARD, transformed
 from tests.ranks import on_ranks
-from tests.two_sides import REDUCED_TWICE, WithFsdp2, local, taken_over
+from tests.two_sides import REDUCED_TWICE, Averaging, WithFsdp2, local, taken_over
 
 pytestmark = pytest.mark.core
 
@@ -96,8 +95,6 @@ def test_what_lists_name_runs_ahead_until_it_is_used() -> None:
 
 
 class _Repeated(Deep):
-    """Each block runs twice in a row."""
-
     def call(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return block(block(x))
 
@@ -120,8 +117,6 @@ class _NoBiases(Deep):
 
 
 def _with_open_reshard(make: Callable[[], nn.Module], **options: Any) -> WithFsdp2:
-    """After three steps."""
-
     def ours(model: Any) -> None:
         fsdp_compile.fully_shard(model, reshard_after_forward="auto")
 
@@ -152,8 +147,6 @@ def test_what_is_used_last_stays_for_backward() -> None:
 
 
 class _WideBlock(nn.Module):
-    """Of weights that are large enough for messages of their own."""
-
     def __init__(self) -> None:
         super().__init__()
         self.a = nn.Linear(WIDTH, 4096, bias=False)
@@ -188,16 +181,10 @@ def test_a_block_waits_for_each_weight_where_it_needs_it() -> None:
 
 @on_ranks()
 def test_a_hook_of_the_user_gets_all_gradients_of_a_unit_at_once() -> None:
-    numels: list[int] = []
-
-    def reduced(_: object, gradient: torch.Tensor, output: torch.Tensor) -> None:
-        numels.append(gradient.numel())
-        dist.reduce_scatter_tensor(output, gradient)
-        output.div_(dist.get_world_size())
-
-    pair = pair_of(_Wide)
-    fsdp_compile.register_comm_hook(pair.model, reduced)
+    pair, average = pair_of(_Wide), Averaging()
+    fsdp_compile.register_comm_hook(pair.model, average)
     by_blocks(pair, hardware=SLOW).train(steps=1)
+    numels = [numel for _, numel, _ in average.calls]
     assert numels.count(2 * 4096 * WIDTH) == 4  # blocks of two weights each
     assert 4096 * WIDTH not in numels
 

@@ -13,25 +13,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compile import no_sync
 from fsdp_compile.errors import ConfigError, RankMismatchError, UnsupportedModelError
 from tests import long
 from tests.models.layers import Residual
 from tests.ranks import on_ranks
-from tests.two_sides import Make, Run, WithOneProcess, adamw, close, made, whole
-from tests.two_sides import compile_eagerly as one_line
-from tests.two_sides import compile_in_place as in_place
+from tests.two_sides import Make, Run, WithOneProcess, adamw, compile_eagerly
 
 
 class Block(Residual):
-    """A block with a residual."""
-
     def __init__(self) -> None:
         super().__init__(6, 9)
 
@@ -46,7 +40,6 @@ class Model(nn.Module):
         self.head = nn.Linear(6, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The outputs for a batch."""
         x = self.first(x)
         for block in self.blocks:
             x = block(x)
@@ -70,8 +63,6 @@ class Recurrent(nn.Module):
 
 
 class Breaks(Model):
-    """Breaks the graph in the loop over its blocks, and calls its head behind that."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
         for block in self.blocks:
@@ -89,8 +80,6 @@ def _masked(gradient: torch.Tensor) -> torch.Tensor:
 
 
 class Tied(Model):
-    """Two blocks that have a parameter in common."""
-
     def __init__(self) -> None:
         super().__init__()
         first, second = (self.get_submodule(f"blocks.{i}.up") for i in (0, 1))
@@ -104,11 +93,11 @@ MODELS: list[Callable[[], nn.Module]] = [Model, Breaks, _layers, Tied]
 @on_ranks()
 def test_trains_as_one_process(make: Callable[[], nn.Module]) -> None:
     pair = pair_of(make)
-    pair.call = one_line(pair.model)
+    pair.call = compile_eagerly(pair.model)
     assert not any(isinstance(p, DTensor) for p in pair.model.parameters())
     pair.train(steps=3)
     # Another compile of the same model, and one after a reset.
-    pair.call = one_line(pair.model)
+    pair.call = compile_eagerly(pair.model)
     pair.train(steps=1)
     torch._dynamo.reset()
     pair.train(steps=1)
@@ -119,7 +108,7 @@ def test_trains_as_one_process(make: Callable[[], nn.Module]) -> None:
 def test_first_called_in_an_evaluation_or_twice() -> None:
     for context in (torch.no_grad(), torch.inference_mode()):
         pair = pair_of()
-        pair.call = one_line(pair.model.eval())
+        pair.call = compile_eagerly(pair.model.eval())
         x = torch.randn(2, 6, generator=torch.Generator().manual_seed(9))
         with context:
             torch.testing.assert_close(pair.call(x), pair.reference(x))
@@ -127,20 +116,20 @@ def test_first_called_in_an_evaluation_or_twice() -> None:
         pair.train()
     # Twice before backward.
     pair = pair_of()
-    compiled, forward = one_line(pair.model), pair.reference.forward
+    compiled, forward = compile_eagerly(pair.model), pair.reference.forward
     pair.call = lambda x: compiled(x) + compiled(2 * x)
     pair.reference.forward = lambda x: forward(x) + forward(2 * x)
     pair.train()
     # Its forward alone, whose call has begun when it is sharded.
     pair = pair_of()
-    pair.call = one_line(pair.model).forward
+    pair.call = compile_eagerly(pair.model).forward
     pair.train()
 
 
 @on_ranks()
 def test_first_called_under_no_sync() -> None:
     pair = pair_of()
-    pair.call = one_line(pair.model)
+    pair.call = compile_eagerly(pair.model)
     for _ in range(2):
         with no_sync(pair.model):
             pair.backward()
@@ -150,39 +139,22 @@ def test_first_called_under_no_sync() -> None:
         pair.compare()
 
 
-@long.parametrize("output_dtype", [None, torch.float32], always=[torch.float32], ids=str)
-@on_ranks()
-def test_the_first_call_is_cast_as_later_ones(output_dtype: torch.dtype | None) -> None:
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype)
-    model, same = made(Model), made(Model)
-    torch_fully_shard(same, mp_policy=policy)
-    call = one_line(model, mp_policy=policy)
-    x = torch.randn(2, 6)
-    for _ in range(2):
-        mine, theirs = call(x), same(x)
-        assert mine.dtype == theirs.dtype == (output_dtype or torch.bfloat16)
-        torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2)
-        mine.sum().backward()
-        theirs.sum().backward()
-    close(whole(model.head.weight.grad), whole(same.head.weight.grad), "gradient", (5e-2, 5e-2))
-
-
 @on_ranks()
 def test_options_for_sharding_are_used_or_refused() -> None:
     pair = pair_of()
     wrap = ModuleWrapPolicy({Block})
-    not_called = one_line(pair.model)
-    pair.call = one_line(pair.model, reshard_after_forward=False)
+    not_called = compile_eagerly(pair.model)
+    pair.call = compile_eagerly(pair.model, reshard_after_forward=False)
     pair.train(steps=1)
-    pair.call = one_line(pair.model, reshard_after_forward=False)
+    pair.call = compile_eagerly(pair.model, reshard_after_forward=False)
     pair.train(steps=1)
     not_called(torch.randn(2, 6)).sum().backward()
     with pytest.raises(BackendCompilerFailed, match="'auto_wrap_policy' says how to shard"):
-        one_line(pair.model, auto_wrap_policy=wrap)(torch.randn(2, 6))
+        compile_eagerly(pair.model, auto_wrap_policy=wrap)(torch.randn(2, 6))
     before = Model()
     torch_fully_shard(before)
     with pytest.raises(BackendCompilerFailed, match="'reshard_after_forward' says how to shard"):
-        one_line(before, reshard_after_forward=False)(torch.randn(2, 6))
+        compile_eagerly(before, reshard_after_forward=False)(torch.randn(2, 6))
 
 
 @on_ranks()
@@ -191,19 +163,19 @@ def test_a_compiled_function_that_trains_a_plain_model_is_refused_by_name() -> N
 
     plain = Model()
     with pytest.raises(BackendCompilerFailed, match=r"(?s)trains a plain model.*torch\.compile\(model"):
-        one_line(lambda x: plain(x).sum())(x)
+        compile_eagerly(lambda x: plain(x).sum())(x)
     with torch.no_grad():  # each rank computes with its whole copy, and nothing is trained
-        torch.testing.assert_close(one_line(lambda x: plain(x).sum())(x), plain(x).sum())
+        torch.testing.assert_close(compile_eagerly(lambda x: plain(x).sum())(x), plain(x).sum())
 
     recurrent = Recurrent()
     with pytest.raises(ConfigError, match=r"(?s)trains a plain model.*Recurrent, parameter rnn.weight_ih_l0"):
-        one_line(lambda x: recurrent(x).sum())(x)
+        compile_eagerly(lambda x: recurrent(x).sum())(x)
 
     alone = nn.GRU(6, 6)  # whose call, in torch's own module, Dynamo starts no frame for
     with pytest.raises(ConfigError, match=r"(?s)trains a plain model.*GRU, parameter weight_ih_l0"):
-        one_line(lambda x: alone(x)[0].sum())(x)
+        compile_eagerly(lambda x: alone(x)[0].sum())(x)
     alone.requires_grad_(requires_grad=False)
-    torch.testing.assert_close(one_line(lambda x: alone(x)[0].sum())(x), alone(x)[0].sum())
+    torch.testing.assert_close(compile_eagerly(lambda x: alone(x)[0].sum())(x), alone(x)[0].sum())
 
     stepped = Breaks()
     optimizer = torch.optim.SGD(stepped.parameters(), lr=0.1)
@@ -217,7 +189,7 @@ def test_a_compiled_function_that_trains_a_plain_model_is_refused_by_name() -> N
         return loss.detach()
 
     with pytest.raises(ConfigError, match="trains a plain model"):
-        one_line(step)(x)
+        compile_eagerly(step)(x)
     assert all(torch.equal(a, b) for a, b in zip(before, stepped.parameters(), strict=True))
 
 
@@ -225,40 +197,24 @@ def test_a_compiled_function_that_trains_a_plain_model_is_refused_by_name() -> N
 def test_what_no_rank_would_average_is_refused_by_name() -> None:
     x = torch.randn(2, 6)
 
-    wrapped = Model()
-    wrapped.blocks[0] = one_line(wrapped.blocks[0])
-    with pytest.raises(ConfigError, match=r"(?s)only a part of a model is compiled, Block.*Model, parameter first"):
-        wrapped(x)
-
-    compiled = one_line(Model())
-    with pytest.raises(ConfigError, match="DistributedDataParallel averages gradients"):
-        DistributedDataParallel(compiled)
-    for outside in (DistributedDataParallel(Model()), nn.Sequential(DistributedDataParallel(Model()))):
-        with pytest.raises(ConfigError, match="DistributedDataParallel averages gradients"):
-            one_line(outside)(x)
-    around = DistributedDataParallel(Model())
-    in_place(around.module)
-    with pytest.raises(ConfigError, match="DistributedDataParallel averages gradients"):
-        around(x)
-
     with pytest.raises(ConfigError, match="meta device"):
-        one_line(Model().to("meta"))(x.to("meta"))
+        compile_eagerly(Model().to("meta"))(x.to("meta"))
     scripted = nn.Sequential(nn.Linear(6, 6), torch.jit.script(nn.Linear(6, 3)))
     with pytest.raises(UnsupportedModelError, match="TorchScript"):
-        one_line(scripted)(x)
+        compile_eagerly(scripted)(x)
     graded = Model()
     graded(x).sum().backward()
     with pytest.raises(ConfigError, match="a gradient from before"):
-        one_line(graded)(x)
+        compile_eagerly(graded)(x)
     graded.zero_grad()
     graded.head.bias.register_hook(_masked)
     with pytest.raises(ConfigError, match="hooks on its gradient") as caught:
-        one_line(graded)(x)
+        compile_eagerly(graded)(x)
     assert re.fullmatch(r"head\.bias, hook _masked \(.*test_plain\.py:\d+\)", caught.value.where or "")
     assert "distribute_tensor(mask, g.device_mesh, g.placements)" in (caught.value.instead or "")
 
     nothing = nn.Sequential(nn.Tanh())
-    torch.testing.assert_close(one_line(nothing)(x), torch.tanh(x))
+    torch.testing.assert_close(compile_eagerly(nothing)(x), torch.tanh(x))
 
 
 @pytest.mark.long
@@ -266,25 +222,25 @@ def test_what_no_rank_would_average_is_refused_by_name() -> None:
 def test_several_compiled_parts() -> None:
     # A part that is called first, of a model that is compiled, too.
     pair = pair_of()
-    block, pair.call = one_line(pair.model.get_submodule("blocks.0")), one_line(pair.model)
+    block, pair.call = compile_eagerly(pair.model.get_submodule("blocks.0")), compile_eagerly(pair.model)
     x = torch.randn(2, 6, generator=torch.Generator().manual_seed(9))
     torch.testing.assert_close(block(x), pair.reference.get_submodule("blocks.0")(x))
     pair.train()
 
     # ... and of one that is compiled later.
     model = Model()
-    one_line(model.blocks[0])(x)
+    compile_eagerly(model.blocks[0])(x)
     with pytest.raises(ConfigError, match="a part of the model, Block, was sharded"):
-        one_line(model)(x)
+        compile_eagerly(model)(x)
 
     trunk = Block()
     actor, critic = nn.Sequential(trunk, nn.Linear(6, 2)), nn.Sequential(trunk, nn.Linear(6, 1))
-    one_line(actor)(x)
+    compile_eagerly(actor)(x)
     with pytest.raises(ConfigError, match="a parameter of a model that is sharded, too"):
-        one_line(critic)(x)
+        compile_eagerly(critic)(x)
 
     # A compiled part with an optimizer that trains a plain rest.
-    first, head = one_line(nn.Linear(6, 6)), nn.Linear(6, 3)
+    first, head = compile_eagerly(nn.Linear(6, 6)), nn.Linear(6, 3)
     optimizer = torch.optim.SGD([*first.parameters(), *head.parameters()], lr=0.1)
     head(first(x)).sum().backward()
     with pytest.raises(ConfigError, match="others that no rank averages"):
@@ -296,8 +252,8 @@ def test_several_compiled_parts() -> None:
 def test_a_compiled_model_in_compiled_functions() -> None:
     # A compiled model, called by a compiled function, and an attribute of the object whose method is compiled.
     pair = pair_of()
-    compiled = one_line(pair.model)
-    pair.call = one_line(lambda x: 1 * compiled(x))
+    compiled = compile_eagerly(pair.model)
+    pair.call = compile_eagerly(lambda x: 1 * compiled(x))
     pair.train()
 
     class Trainer:
@@ -308,7 +264,7 @@ def test_a_compiled_model_in_compiled_functions() -> None:
             return self.model(x)
 
     pair = pair_of()
-    pair.call = one_line(Trainer(one_line(pair.model)).run)
+    pair.call = compile_eagerly(Trainer(compile_eagerly(pair.model)).run)
     pair.train()
 
 
@@ -317,12 +273,12 @@ def test_a_compiled_model_in_compiled_functions() -> None:
 def test_copies_of_compiled_models() -> None:
     x = torch.randn(2, 6)
     model = Model()
-    compiled = one_line(model)
+    compiled = compile_eagerly(model)
     other = copy.deepcopy(compiled)
     torch.testing.assert_close(other(x), compiled(x))
     assert all(isinstance(p, DTensor) for each in (model, other) for p in each.parameters())
     plain = Model()
-    one_line(plain)
+    compile_eagerly(plain)
     stored = io.BytesIO()
     torch.save(plain, stored)
     stored.seek(0)
@@ -337,18 +293,18 @@ def test_ranks_that_start_with_different_values() -> None:
     model = Model()
     x = torch.randn(2, 6)
     with pytest.raises(RankMismatchError, match=r"(?s)different values.*manual_seed"):
-        one_line(model)(x)
+        compile_eagerly(model)(x)
     buffer = nn.BatchNorm1d(6)
     buffer.get_buffer("running_mean").add_(dist.get_rank())
     with pytest.raises(RankMismatchError, match="running_mean" if dist.get_rank() else "values of a plain model"):
-        one_line(buffer)(x)
+        compile_eagerly(buffer)(x)
 
 
 @on_ranks(world_size=1)
 def test_the_world_is_started_from_torchrun() -> None:
     dist.destroy_process_group()
     pair = pair_of()
-    pair.call = one_line(pair.model)
+    pair.call = compile_eagerly(pair.model)
     with pytest.raises(ConfigError, match="no process group"):
         pair.call(torch.randn(2, 6))
     with pytest.MonkeyPatch.context() as patch:

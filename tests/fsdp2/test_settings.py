@@ -26,7 +26,18 @@ from tests import long
 from tests.fsdp2.mlp import WIDTH, Mlp, batch, only_hooks, pair_of, shard, sharded
 from tests.models.round_sizes import Stack, explained
 from tests.ranks import on_ranks
-from tests.two_sides import BITS, MIXED, WithFsdp2, Within, compare_gradients, compile_eagerly, mesh_of, sgd, taken_over
+from tests.two_sides import (
+    BITS,
+    MIXED,
+    Averaging,
+    WithFsdp2,
+    Within,
+    compare_gradients,
+    compile_eagerly,
+    mesh_of,
+    sgd,
+    taken_over,
+)
 
 
 @on_ranks()
@@ -47,21 +58,13 @@ def test_full_precision_in_eval() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Case:
-    """What is set.
+    """What is set."""
 
-    Attributes:
-        before: Called with the model before each microbatch, with its number.
-        mesh: Shape of (replicate, shard); one of shards alone if empty.
-        micro_batches: In each step.
-        is_kept: Whether FSDP2's hooks gather units in some forwards.
-        arguments: Of `fully_shard`.
-    """
-
-    before: Callable[[Any, int], None]
-    mesh: tuple[int, ...] = ()
-    micro_batches: int = 1
-    is_kept: bool = False
-    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
+    before: Callable[[Any, int], None]  # called with the model before each microbatch, with its number
+    mesh: tuple[int, ...] = ()  # shape of (replicate, shard); one of shards alone if empty
+    micro_batches: int = 1  # in each step
+    is_kept: bool = False  # whether FSDP2's hooks gather units in some forwards
+    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)  # of `fully_shard`
 
 
 def _each(model: Any, name: str, value: Any) -> None:
@@ -140,12 +143,6 @@ def test_a_reset_drops_what_waits() -> None:
     pair.train()
 
 
-def _average(calls: list[str], gradient: torch.Tensor, output: torch.Tensor) -> None:
-    calls.append("average")
-    dist.reduce_scatter_tensor(output, gradient)
-    output /= dist.get_world_size()
-
-
 LOW = Within((0.05, 0.02), (0.05, 0.02), (0.05, 0.02))
 
 
@@ -154,27 +151,27 @@ LOW = Within((0.05, 0.02), (0.05, 0.02), (0.05, 0.02))
 def test_compiled(*, is_own: bool, micro_batches: int) -> None:
     """A hook that averages, and torch's for bfloat16, which is as FSDP2's `reduce_dtype`."""
     policy = MixedPrecisionPolicy() if is_own else MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
-    pair, calls = pair_of(fullgraph=True, ours=shard, mp_policy=policy), list[str]()
+    pair, average = pair_of(fullgraph=True, ours=shard, mp_policy=policy), Averaging()
     if is_own:
-        register_comm_hook(pair.model, _average, calls)
+        register_comm_hook(pair.model, average)
     else:
         register_comm_hook(pair.call, default_hooks.bf16_compress_hook)
     # FSDP2 adds microbatches up in bfloat16, a hook compresses their sum.
     pair.train(*[pair.call] * micro_batches, within=LOW if micro_batches > 1 and not is_own else BITS)
-    assert len(calls) == (6 if is_own else 0)  # units times steps
+    assert len(average.calls) == (6 if is_own else 0)  # units times steps
 
 
 @pytest.mark.long
 @on_ranks()
 def test_after_a_step() -> None:
     """One that is registered after compiled steps counts from the next one on."""
-    pair, calls = pair_of(fullgraph=True), list[str]()
+    pair, average = pair_of(fullgraph=True), Averaging()
     pair.train(steps=1)
-    register_comm_hook(pair.model, _average, calls)
+    register_comm_hook(pair.model, average)
     pair.train(steps=1)
     with pytest.raises(ConfigError, match="has a communication hook already"):
-        register_comm_hook(pair.model, _average, calls)
-    assert len(calls) == 3
+        register_comm_hook(pair.model, average)
+    assert len(average.calls) == 3
 
 
 class _Gather(DefaultAllGather):
@@ -240,8 +237,6 @@ def test_a_hook_is_set_after_compiled_steps() -> None:
 
 
 class _Leaves(Mlp):
-    """A model that leaves its first layer out if it is told to."""
-
     leaves_out = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,6 @@ from tests.fsdp2.test_plain import Model, pair_of
 from tests.models.outlines import Small
 from tests.ranks import on_ranks
 from tests.two_sides import Make, Run, WithOneProcess, adamw, compile_eagerly, local, loss_of, sgd
-from tests.two_sides import compile_eagerly as one_line
 
 OPTIMIZERS: dict[str, Make] = {
     "adamw": adamw,
@@ -49,7 +48,7 @@ CASES = [*((kind, 0) for kind in OPTIMIZERS), ("adamw", 2), ("sgd-momentum", 2)]
 def test_an_optimizer_made_before_follows(kind: str, before: int) -> None:
     pair = pair_of(optimizer=OPTIMIZERS[kind])
     _plain_steps(pair, before)
-    pair.call = one_line(pair.model)
+    pair.call = compile_eagerly(pair.model)
     held = list(pair.model.parameters())
     mine = pair.optimizers[0][0]
     schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in pair.optimizers[0]]
@@ -75,7 +74,7 @@ def test_an_optimizer_that_sees_whole_parameters_keeps_state_of_other_shapes() -
     """Adafactor has rows and columns of each matrix, which are on every rank until the next step."""
     pair = pair_of(optimizer=lambda p: whole_step(torch.optim.Adafactor(p, lr=1e-2)))
     _plain_steps(pair, 2)
-    pair.call = one_line(pair.model)
+    pair.call = compile_eagerly(pair.model)
     pair.train()
 
 
@@ -85,7 +84,7 @@ def test_lists_from_before() -> None:
     held = list(pair.model.parameters())
     head: Any = pair.model.get_parameter("head.weight")
     head.decay = 0.5
-    pair.call = one_line(pair.model)
+    pair.call = compile_eagerly(pair.model)
     pair.backward()
     now: Any = pair.model.get_parameter("head.weight")
     assert now is not head
@@ -129,9 +128,8 @@ def test_lists_from_before() -> None:
 @long.parametrize("kind", ["adamw", "adagrad"], always=["adamw"])
 @on_ranks()
 def test_state_that_is_loaded_between_sharding_and_the_first_step(kind: str) -> None:
-    """Saves and loads an optimizer's state between sharding and the first step."""
     first = pair_of(optimizer=OPTIMIZERS[kind])
-    first.call = one_line(first.model)
+    first.call = compile_eagerly(first.model)
     first.train()
     options = dcp_state.StateDictOptions(full_state_dict=True)
     own = copy.deepcopy(first.optimizers[0][0].state_dict())
@@ -146,7 +144,7 @@ def test_state_that_is_loaded_between_sharding_and_the_first_step(kind: str) -> 
         pair.model.load_state_dict(values)
         pair.reference.load_state_dict(values)
         theirs.load_state_dict(copy.deepcopy(first.optimizers[0][1].state_dict()))
-        pair.call = one_line(pair.model)
+        pair.call = compile_eagerly(pair.model)
         with torch.no_grad():
             pair.call(torch.randn(2, 6))
         assert len(mine.state_dict()["param_groups"][0]["params"]) == len(held)
@@ -162,7 +160,7 @@ def test_state_that_is_loaded_between_sharding_and_the_first_step(kind: str) -> 
 @on_ranks()
 def test_a_grad_scaler() -> None:
     pair = pair_of(optimizer=OPTIMIZERS["sgd-momentum"])
-    pair.call = one_line(pair.model)
+    pair.call = compile_eagerly(pair.model)
     scalers = [torch.amp.GradScaler("cpu", init_scale=8.0) for _ in range(2)]
     for _ in range(2):
         for scaler, optimizer, loss in zip(scalers, pair.optimizers[0], pair.losses(), strict=True):
@@ -180,18 +178,17 @@ def test_state_that_cannot_be_sharded_is_refused_by_name() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.state[model.head.weight]["rows"] = torch.zeros(2)
     with pytest.raises(ConfigError, match=r"holds state 'rows'[\s\S]*whole_step\(optimizer\) before that; else make"):
-        one_line(model)(torch.randn(2, 6))
+        compile_eagerly(model)(torch.randn(2, 6))
 
 
 @on_ranks()
 def test_a_graph_from_before_keeps_its_values() -> None:
-    """A graph from before the model was sharded still has the values that it read."""
     pair = pair_of()
     x = torch.randn(4, 6, requires_grad=True)
     y = x.detach().clone().requires_grad_()
     loss, expected = pair.model(x).square().mean(), pair.reference(y).square().mean()
     with torch.no_grad():
-        one_line(pair.model)(x)
+        compile_eagerly(pair.model)(x)
     torch.testing.assert_close(torch.autograd.grad(loss, x), torch.autograd.grad(expected, y))
 
 
@@ -250,8 +247,6 @@ def _shapes(parameters: list[nn.Parameter]) -> list[tuple[Any, ...]]:
 
 
 class _Tagged(Small):
-    """Reads a mark of a parameter in its forward."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) * getattr(self.scale, "tag", 1.0)
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from torch.nn.functional import linear
@@ -114,8 +113,6 @@ class _Model(nn.Module):
 
 
 class _Counted(abc.ABCMeta):
-    """A metaclass of a user's own."""
-
     def __call__(cls, *args: object, **kwargs: object) -> object:
         made = super().__call__(*args, **kwargs)
         made.was_made = True
@@ -394,47 +391,6 @@ def test_through_inductor() -> None:
     train_pair(KINDS["reads-of-another"], lower="inductor")
 
 
-class _Slow(nn.Module):
-    """A teacher that follows the student inside of forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.student, self.teacher = nn.Linear(32, 5), nn.Linear(32, 5).requires_grad_(requires_grad=False)
-
-    @torch.no_grad()
-    def follow(self) -> None:
-        for mine, slow in zip(self.student.parameters(), self.teacher.parameters(), strict=True):
-            slow.mul_(0.9).add_(mine, alpha=0.1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.follow()
-        return self.student(x) - self.teacher(x)
-
-
-class _Clamped(nn.Module):
-    """Writes into what a read gives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(32))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            self.weight.clamp_(-1, 1)
-        return x * self.weight
-
-
-@pytest.mark.parametrize(("make", "line"), [(_Slow, "slow.mul_"), (_Clamped, "clamp_")])
-def test_updates_inside_of_a_graph_are_refused_with_their_line(make: Callable[[], nn.Module], line: str) -> None:
-    with fake_world(2), pytest.raises(BackendCompilerFailed) as caught:
-        torch.compile(make(), backend="fsdp", options={"lower": "eager"})(torch.ones(2, 32))
-    error = caught.value.inner_exception
-    assert isinstance(error, UnsupportedModelError)
-    assert "changes a gathered parameter in place" in error.what
-    assert line in (error.where or "")
-    assert "between steps" in (error.instead or "")
-
-
 class ReadEarly(Stack):
     """Reads parameters in code that Dynamo leaves to Python, before its first graph."""
 
@@ -463,8 +419,6 @@ def test_a_flat_shard_of_one_padded_slot(world_size: int) -> None:
 
 
 class _PartlyUsed(nn.Module):
-    """Uses one layer or both."""
-
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)

@@ -38,7 +38,6 @@ def _said(outcome: Outcome) -> str:
 
 
 def main() -> None:
-    """Runs what the command line says."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--seconds", type=float, default=60, help="how long to draw cases; shrinking comes on top")
     parser.add_argument("--seed", type=int, default=0, help="the first seed")

@@ -12,17 +12,11 @@ from typing import Final
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Lines of `__init__` and `forward(self, x, ids)`, and what they need before the classes.
+    """Lines of `__init__` and `forward(self, x, ids)`, and what they need before the classes."""
 
-    Attributes:
-        init: Lines of the constructor.
-        forward: Lines that change `x`; `ids` are integers below 7, `[rows, 3]`.
-        before: Lines at the top of the program.
-    """
-
-    init: str
-    forward: str
-    before: str = ""
+    init: str  # lines of the constructor
+    forward: str  # lines that change `x`; `ids` are integers below 7, `[rows, 3]`
+    before: str = ""  # lines at the top of the program
 
     def lines(self, i: int) -> tuple[str, str]:
         """Those of the constructor and of forward, with a number of their own."""

@@ -34,32 +34,20 @@ UNCOMPILED: Final = "return lambda x, ids: loss(model(x, ids))"
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One program.
+    """One program."""
 
-    Attributes:
-        says: What it does, in a few words.
-        init: Lines of the model's constructor; `self.head` is there.
-        forward: Lines of `forward(self, x, ids)`.
-        loss: Of what forward returns, `out`.
-        before: Lines above the model.
-        shard: Body of `shard(model, fully_shard)`.
-        compiled: Body of `compiled(model)`.
-        train: Body of `train(model, call, side)`.
-        options: Of the backend, as text.
-    """
-
-    says: str
-    init: str = LINEAR
-    forward: str = CALL
-    loss: str = "out.square().mean()"
-    before: str = ""
-    shard: str = "pass"
-    compiled: str = MODULE
+    says: str  # what it does, in a few words
+    init: str = LINEAR  # lines of the model's constructor; `self.head` is there
+    forward: str = CALL  # lines of `forward(self, x, ids)`
+    loss: str = "out.square().mean()"  # of what forward returns, `out`
+    before: str = ""  # lines above the model
+    shard: str = "pass"  # body of `shard(model, fully_shard)`
+    compiled: str = MODULE  # body of `compiled(model)`
+    # Body of `train(model, call, side)`.
     train: str = _TRAIN.format(optimizer=SGD, backward="side.backward(call(x, ids))", update="optimizer.step()")
-    options: str = "{'backend': 'fsdp', 'options': {'lower': 'eager'}}"
+    options: str = "{'backend': 'fsdp', 'options': {'lower': 'eager'}}"  # of the backend, as text
 
     def text(self) -> str:
-        """The whole program."""
         init = f"{self.init}\nself.head = nn.Linear(6, 5)"
         parts = [
             HEADER,

@@ -35,16 +35,13 @@ GOOD = (Verdict.EQUAL, Verdict.AS_FSDP2, Verdict.REFUSED)
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """A verdict, one line that tells faults apart, and all that is known.
-
-    Attributes:
-        excess: How many times what rounding allows the numbers of one process are missed by; infinite for what is no
-            number, as a gradient that one of the two has not.
-    """
+    """A verdict, one line that tells faults apart, and all that is known."""
 
     verdict: Verdict
     line: str = ""
     details: str = ""
+    # How many times what rounding allows the numbers of one process are missed by; infinite for what is no
+    # number, as a gradient that one of the two has not.
     excess: float = 0.0
 
     def is_like(self, other: Outcome) -> bool:

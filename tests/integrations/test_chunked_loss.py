@@ -56,7 +56,6 @@ class _Model(nn.Module):
         return torch.stack([checkpoint(self.loss, *part, weight, use_reentrant=False) for part in parts]).sum()
 
     def loss(self, hidden: torch.Tensor, labels: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
-        """Of a chunk."""
         if self.where is Chunked.BY_WEIGHT:
             weight = self.head.weight
         logits = self.head(hidden) if weight is None else linear(hidden, weight)

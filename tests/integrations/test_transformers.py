@@ -6,7 +6,6 @@ import functools
 import os
 import pickle
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +20,6 @@ from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from fsdp_compile import full_params, fully_shard
 from fsdp_compile.errors import CheckpointError, ConfigError
-from tests.fake_world import fake_world
 from tests.ranks import on_ranks, run_ranks
 from tests.two_sides import Run, WithOneProcess, compile_in_place
 
@@ -47,12 +45,6 @@ def _callback(model: Any, **options: Any) -> Any:
     from fsdp_compile.integrations.transformers import FSDPCallback
 
     return FSDPCallback(model, options=options)
-
-
-@pytest.fixture
-def world() -> Iterator[None]:
-    with fake_world(2):
-        yield
 
 
 @pytest.mark.usefixtures("world")

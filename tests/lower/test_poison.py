@@ -20,7 +20,6 @@ from tests.two_sides import loss_of
 
 
 def _trained(lower: str, *, poison: bool, precision: MixedPrecision | None = None) -> list[torch.Tensor]:
-    """Parameters after two steps."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Slim()

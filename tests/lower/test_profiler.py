@@ -26,8 +26,6 @@ class _Layer(nn.Linear):
 
 
 class _Model(nn.Module):
-    """Two layers, and a parameter of the outermost module."""
-
     def __init__(self, width: int = 64) -> None:
         super().__init__()
         self.layers = nn.ModuleList([_Layer(64, 64, bias=False), _Layer(64, width, bias=False)])

@@ -3,49 +3,27 @@
 from __future__ import annotations
 
 import logging
-import re
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from fsdp_compile.progress import LOGGER
 from fsdp_compile.training.metrics import open_display
+from tests.fsdp2.decoder import progress_lines
 from tests.models.kinds import Slim
-from tests.ranks import run_ranks
-from tests.two_sides import loss_of
+from tests.ranks import on_ranks
+from tests.two_sides import compile_eagerly, loss_of
 
 
-class _Kept(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(re.sub(r" took .*", " took", record.getMessage()))
-
-
-def _said(level: int) -> list[str]:
-    kept, before = _Kept(), LOGGER.level
-    LOGGER.addHandler(kept)
-    LOGGER.setLevel(level)
-    try:
+@on_ranks()
+def test_the_first_rank_says_each_stage_and_which_graph_of_how_many() -> None:
+    with progress_lines() as lines:
         compiled = torch.compile(Slim(), backend="fsdp", options={"lower": "eager"})
         loss_of(compiled(torch.ones(4, 32))).backward()
         with torch.no_grad():
             compiled(torch.ones(4, 32))
-    finally:
-        LOGGER.removeHandler(kept)
-        LOGGER.setLevel(before)
-    return kept.messages
-
-
-def _said_of_both_levels() -> tuple[list[str], list[str]]:
-    return _said(logging.INFO), _said(logging.WARNING)
-
-
-def test_the_first_rank_says_each_stage_and_which_graph_of_how_many() -> None:
-    (first, unasked), second = run_ranks(_said_of_both_levels)
-    assert first == [
+    stages = [
         "Slim is compiled as a whole: it has fewer than 12 like units",
         "region 0: tracing forward and backward",
         "region 0: passes over the forward graph (1 of 2)",
@@ -62,8 +40,12 @@ def test_the_first_rank_says_each_stage_and_which_graph_of_how_many() -> None:
         "region 1: lowering the forward graph (1 of 1)",
         "region 1: lowering the forward graph (1 of 1) took",
     ]
-    assert unasked == []
-    assert second == ([], [])
+    assert [line.partition(" took")[0] + " took" * (" took" in line) for line in lines] == (
+        [] if dist.get_rank() else stages
+    )
+    with progress_lines(logging.WARNING) as lines:  # to those who do not ask it says nothing
+        compile_eagerly(Slim())(torch.ones(4, 32))
+    assert lines == []
 
 
 def test_a_run_in_a_terminal_shows_it_beside_its_bar(

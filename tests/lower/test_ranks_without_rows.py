@@ -92,7 +92,6 @@ class _Checkpointed(nn.Module):
 
 
 def _without_rows(*steps: tuple[int, int]) -> float:
-    """Trains with the rows of each rank in each step."""
     torch.manual_seed(0)
     model = _Checkpointed()
     reference = copy.deepcopy(model)

@@ -24,17 +24,11 @@ def _ids(step: int, stream: int = 0) -> torch.Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """One configuration.
+    """One configuration."""
 
-    Attributes:
-        name: Of the model's class in transformers.
-        config: Of its configuration's class.
-        sizes: What the configuration is made with.
-    """
-
-    name: str
-    config: str
-    sizes: tuple[tuple[str, Any], ...]
+    name: str  # of the model's class in transformers
+    config: str  # of its configuration's class
+    sizes: tuple[tuple[str, Any], ...]  # what the configuration is made with
 
     def make_model(self) -> nn.Module:
         import transformers
@@ -113,15 +107,10 @@ ARCHITECTURES = {
 
 @dataclasses.dataclass(frozen=True)
 class ShardBlocks:
-    """`prepare` of a comparison: each block is a unit, and the rest of the model is one.
+    """`prepare` of a comparison: each block is a unit, and the rest of the model is one."""
 
-    Attributes:
-        kind: Name of the blocks' class.
-        policy: Of every unit.
-    """
-
-    kind: str
-    policy: MixedPrecisionPolicy
+    kind: str  # name of the blocks' class
+    policy: MixedPrecisionPolicy  # of every unit
 
     def __call__(self, model: nn.Module, fully_shard: Callable[..., nn.Module]) -> None:
         for module in [m for m in model.modules() if type(m).__name__ == self.kind]:

@@ -13,15 +13,11 @@ from tests.models.layers import InARow, Residual
 
 
 class Block(Residual):
-    """One of four widths."""
-
     def __init__(self, width: int = 64) -> None:
         super().__init__(width, 4 * width)
 
 
 class Stack(InARow):
-    """One unit for each block."""
-
     def __init__(self, depth: int = 3, width: int = 64) -> None:
         super().__init__(Block(width) for _ in range(depth))
 

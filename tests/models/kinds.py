@@ -105,8 +105,6 @@ class Tied(nn.Module):
 
 
 class Repeated(nn.Module):
-    """One layer is called twice."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(WIDTH, WIDTH)
@@ -160,8 +158,6 @@ class OddShapes(nn.Module):
 
 
 class Attention(nn.Module):
-    """Torch's own attention and encoder layers."""
-
     def __init__(self) -> None:
         super().__init__()
         self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
@@ -185,8 +181,6 @@ class Parametrized(nn.Module):
 
 
 class Convolution(nn.Module):
-    """Convolutions and a group norm."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(

@@ -20,15 +20,11 @@ def make_batch(step: int) -> torch.Tensor:
 
 
 class Block(Residual):
-    """One of the width of the batches."""
-
     def __init__(self, hidden: int = 2 * WIDTH) -> None:
         super().__init__(WIDTH, hidden)
 
 
 class Plain(nn.Module):
-    """Two blocks and a head."""
-
     def __init__(self, *, recompute: bool, hidden: int = 2 * WIDTH) -> None:
         super().__init__()
         self.recompute = recompute
@@ -45,8 +41,6 @@ class Plain(nn.Module):
 
 
 class Tied(Plain):
-    """Embedding and head are one parameter."""
-
     def __init__(self, *, recompute: bool) -> None:
         super().__init__(recompute=recompute)
         self.embed = nn.Embedding(11, WIDTH)
@@ -58,8 +52,6 @@ class Tied(Plain):
 
 
 class Frozen(Plain):
-    """A frozen block, and a frozen weight in a trained one."""
-
     def __init__(self, *, recompute: bool) -> None:
         super().__init__(recompute=recompute)
         self.blocks[0].requires_grad_(requires_grad=False)
@@ -79,16 +71,12 @@ class Uneven(Plain):
 
 
 class Unused(Plain):
-    """A parameter that no loss depends on."""
-
     def __init__(self, *, recompute: bool) -> None:
         super().__init__(recompute=recompute)
         self.unused = nn.Parameter(torch.ones(7))
 
 
 class Repeated(Plain):
-    """Every block is called twice."""
-
     def body(self, x: torch.Tensor) -> torch.Tensor:
         return super().body(super().body(x))
 

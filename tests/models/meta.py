@@ -12,7 +12,6 @@ from tests.two_sides import whole
 
 
 def on_meta(make: Callable[[], nn.Module]) -> Any:
-    """A model without values."""
     with torch.device("meta"):
         return make()
 

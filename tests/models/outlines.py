@@ -19,8 +19,6 @@ class Block(Residual):
 
 
 class Transformer(nn.Module):
-    """Embedding, blocks, norm, head."""
-
     def __init__(self, *, tied: bool = False) -> None:
         super().__init__()
         self.embed = nn.Embedding(11, WIDTH)

@@ -11,8 +11,6 @@ WIDTH = 8
 
 
 class FeedForward(nn.Module):
-    """A residual one, behind a norm."""
-
     def __init__(self, hidden: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)

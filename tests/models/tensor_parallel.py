@@ -43,8 +43,6 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Gated."""
-
     def __init__(self, hidden: int) -> None:
         super().__init__()
         self.gate, self.up = nn.Linear(WIDTH, hidden, bias=False), nn.Linear(WIDTH, hidden)

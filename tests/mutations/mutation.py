@@ -11,21 +11,13 @@ ROOT = Path(__file__).parents[2]
 
 @dataclasses.dataclass(frozen=True)
 class Mutation:
-    """A replacement in one file that takes away what rows of `docs/coverage.md` promise.
+    """A replacement in one file that takes away what rows of `docs/coverage.md` promise."""
 
-    Attributes:
-        rows: Ids of the rows, with spaces between them.
-        file: Below `fsdp_compile/`.
-        old: Text that the file has once.
-        new: What takes its place.
-        test: The test, which the rows name; with a parameter in brackets for one case of it.
-    """
-
-    rows: str
-    file: str
-    old: str
-    new: str
-    test: str
+    rows: str  # ids of the rows, with spaces between them
+    file: str  # below `fsdp_compile/`
+    old: str  # text that the file has once
+    new: str  # what takes its place
+    test: str  # the test, which the rows name; with a parameter in brackets for one case of it
 
     @property
     def path(self) -> Path:

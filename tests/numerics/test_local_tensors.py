@@ -14,7 +14,6 @@ from unittest import mock
 import pytest
 import torch
 from torch import fx, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compile import fully_shard, units
 from fsdp_compile.ir.graph import Role, require, role_of
@@ -23,6 +22,7 @@ from fsdp_compile.lower.compiled_step import Compiled
 from tests import long
 from tests.fake_world import fake_world
 from tests.models.kinds import WIDTH, Stack
+from tests.two_sides import mesh_of
 
 local = pytest.importorskip("torch.distributed._local_tensor", reason="torch 2.13 and later have it")
 ROWS = 3
@@ -51,8 +51,7 @@ class _Ranks:
         return torch.Size(self.shape).numel()
 
     def sharded(self, model: nn.Module) -> nn.Module:
-        names = ("replicate", "shard")[-len(self.shape) :]
-        return fully_shard(model, mesh=init_device_mesh("cpu", self.shape, mesh_dim_names=names))
+        return fully_shard(model, mesh=mesh_of(self.shape))
 
     def flats(self, model: nn.Module) -> list[dict[tuple[str, ...], torch.Tensor]]:
         """What each rank has of a plain model, flat parameter by flat parameter."""

@@ -77,7 +77,13 @@ def _trained(prepare: Callable[[nn.Module], None]) -> tuple[nn.Module, nn.Module
     return model, reference
 
 
-def _compare(prepare: Callable[[nn.Module], None]) -> None:
+LAYOUTS = [(full_shard, 1), (full_shard, 2), (full_shard, 4), (hybrid, 4), (two_meshes, 4)]
+
+
+@pytest.mark.core
+@long.parametrize(("prepare", "ranks"), LAYOUTS, always=[*LAYOUTS[:2], LAYOUTS[-1]])
+@on_ranks(world_size=lambda ranks, **_: ranks)
+def test_ranks_clip_like_one_process(prepare: Callable[[nn.Module], None], ranks: int) -> None:
     model, reference = _trained(prepare)
     pairs = [(p, q) for p, q in zip(model.parameters(), reference.parameters(), strict=True) if q.grad is not None]
     kept: list[Any] = [(p.grad.clone(), q.grad.clone()) for p, q in pairs]  # type: ignore[union-attr]
@@ -92,20 +98,6 @@ def _compare(prepare: Callable[[nn.Module], None]) -> None:
         for p, q in pairs:
             torch.testing.assert_close(whole(p.grad), q.grad)
     assert model.unused.grad is None
-
-
-@pytest.mark.core
-def test_two_ranks_clip_like_one_process() -> None:
-    run_ranks(_compare, full_shard, world_size=2)
-
-
-@long.parametrize("prepare", [full_shard, hybrid, two_meshes], always=[two_meshes])
-def test_four_ranks_clip_like_one_process(prepare: Callable[[nn.Module], None]) -> None:
-    run_ranks(_compare, prepare, world_size=4)
-
-
-def test_one_rank_clips_like_one_process() -> None:
-    run_ranks(_compare, full_shard, world_size=1)
 
 
 @on_ranks()
@@ -124,7 +116,6 @@ def test_gradients_below_the_norm_keep_their_bits() -> None:
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 @on_ranks()
 def test_plain_gradients_count_once_as_each_rank_has_them(norm_type: float) -> None:
-    """Plain gradients of this rank's own beside sharded ones, in two dtypes."""
     torch.manual_seed(0)
     model = Net()
     model.row = nn.Parameter(model.row.detach().double())
@@ -244,8 +235,6 @@ SCALE = 64.0
 
 
 class Scaled(nn.Module):
-    """A matrix, and a vector that may be ignored."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.eye(4))
@@ -288,7 +277,6 @@ def test_ranks_skip_together_with_ignored_parameters(infinite: str) -> None:
 
 @on_ranks()
 def test_clipping_after_unscaling_sees_the_true_norm() -> None:
-    """Unscaling by hand before clipping, with nothing infinite."""
     model = Scaled()
     fully_shard(model, ignored_params={model.own})
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

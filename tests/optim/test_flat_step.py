@@ -20,7 +20,7 @@ from tests import long
 from tests.fake_world import fake_world
 from tests.fsdp2.models import local, put_into_one_storage, sharded, train
 from tests.optim.library_optimizers import Momentum
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 from tests.two_sides import whole
 
 STEPS = 4
@@ -262,7 +262,10 @@ def test_optimizers_that_look_at_whole_parameters_are_refused() -> None:
         flat_step(torch.optim.Adafactor([nn.Parameter(torch.ones(2, 2))]))
 
 
-def _check_training(shape: tuple[int, ...], *, compiled: bool) -> None:
+@long.parametrize("compiled", [False, True], always=[True])
+@long.parametrize("shape", [(2,), (2, 2)], always=[(2,)])
+@on_ranks(world_size=lambda shape, **_: torch.Size(shape).numel())
+def test_training_of_fsdp2_has_the_same_bits(shape: tuple[int, ...], *, compiled: bool) -> None:
     """With and without `flat_step` the same bits; compiled, what lies in one flat buffer is updated as one tensor."""
     ends, counts = [], set[int]()
     for change in (flat_step, lambda optimizer: optimizer):
@@ -277,9 +280,3 @@ def _check_training(shape: tuple[int, ...], *, compiled: bool) -> None:
         assert torch.equal(value, ends[1][name]), name
     if compiled:
         assert counts == {2 + 1 + 1}, "two blocks, the root's unit, and a number that is not sharded"
-
-
-@long.parametrize("compiled", [False, True], always=[True])
-@long.parametrize("shape", [(2,), (2, 2)], always=[(2,)])
-def test_training_of_fsdp2_has_the_same_bits(shape: tuple[int, ...], *, compiled: bool) -> None:
-    run_ranks(_check_training, shape, compiled=compiled, world_size=torch.Size(shape).numel())

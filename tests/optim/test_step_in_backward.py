@@ -49,8 +49,6 @@ def _values(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 class Twice(nn.Module):
-    """One block that is called twice."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())])
@@ -61,8 +59,6 @@ class Twice(nn.Module):
 
 
 class Broken(Slim):
-    """A graph break between two blocks."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.blocks[0](x)
         torch._dynamo.graph_break()
@@ -70,8 +66,6 @@ class Broken(Slim):
 
 
 class BrokenTwice(Twice):
-    """A graph break between two calls of one block."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.blocks[0](x)
         torch._dynamo.graph_break()
@@ -87,8 +81,6 @@ class Inverse(Slim):
 
 
 class Frozen(Slim):
-    """A block that is frozen before it is sharded."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks[0].requires_grad_(requires_grad=False)

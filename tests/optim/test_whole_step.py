@@ -78,7 +78,6 @@ def _sharded(mesh: tuple[int, ...] = (2,), dtype: torch.dtype | None = None) -> 
 
 
 def _trained(model: nn.Module, name: str = "") -> list[nn.Parameter]:
-    """What an optimizer of this name trains."""
     return [p for p in model.parameters() if p.requires_grad and (p.dim() == 2 or name not in ONLY_MATRICES)]
 
 
@@ -89,7 +88,6 @@ def _optimized(model: Any, name: str = "Adafactor") -> Side:
 
 
 def _pair(name: str = "Adafactor", mesh: tuple[int, ...] = (2,), dtype: torch.dtype | None = None) -> tuple[Side, Side]:
-    """A sharded model and a plain one."""
     reference = _made(dtype)
     return _optimized(_sharded(mesh, dtype), name), (reference, OPTIMIZERS[name](_trained(reference, name)))
 
@@ -151,16 +149,13 @@ def _check_bits(name: str, mesh: tuple[int, ...], dtype: torch.dtype | None = No
         assert mine.param_groups[0]["history"] == [1] * 5
 
 
-def _check_all_bits(mesh: tuple[int, ...]) -> None:
+@long.parametrize("mesh", [(2,), (3,), (4,), (2, 2)], always=[(2,)])
+@on_ranks(world_size=lambda mesh: torch.Size(mesh).numel())
+def test_values_and_state_are_those_of_one_process(mesh: tuple[int, ...]) -> None:
     for name in OPTIMIZERS:
         _check_bits(name, mesh)
         if name in ("Adafactor", "Muon"):
             _check_bits(name, mesh, torch.bfloat16)
-
-
-@long.parametrize("mesh", [(2,), (3,), (4,), (2, 2)], always=[(2,)])
-def test_values_and_state_are_those_of_one_process(mesh: tuple[int, ...]) -> None:
-    run_ranks(_check_all_bits, mesh, world_size=torch.Size(mesh).numel())
 
 
 @on_ranks()
@@ -276,7 +271,10 @@ def test_costs_divide_parameters() -> None:
     assert shapes == [own] if own in shapes else len(shapes) == len(matrices) - 1
 
 
-def _on_two_meshes(*, fails: bool) -> None:
+@pytest.mark.long
+@pytest.mark.parametrize("fails", [False, True])
+@on_ranks(world_size=4, timeout_s=60)
+def test_two_meshes_of_which_ranks_train_different_parts(*, fails: bool) -> None:
     """Ranks 2 and 3 do not train what they have on the smaller mesh."""
     torch.manual_seed(0)
     model: Any = nn.ModuleDict({"part": nn.Linear(6, 8, bias=False), "rest": nn.Linear(6, 8, bias=False)})
@@ -292,12 +290,6 @@ def _on_two_meshes(*, fails: bool) -> None:
         return
     _step((model, optimizer), (reference, OPTIMIZERS["Adafactor"](reference.parameters())), skip=skip)
     _assert_equal(model, reference)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("fails", [False, True])
-def test_two_meshes_of_which_ranks_train_different_parts(*, fails: bool) -> None:
-    run_ranks(_on_two_meshes, world_size=4, timeout_s=60, fails=fails)
 
 
 @on_ranks()

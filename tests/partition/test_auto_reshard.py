@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compile import ConfigError, FSDPOptions, explain, fully_shard
 from fsdp_compile.cost.communicate import Kind
@@ -21,6 +20,7 @@ from tests.models.round_sizes import Stack as Blocks
 from tests.numerics.one_process.measure import Differences, assert_equal_training, train_pair
 from tests.partition.test_partition import sent
 from tests.ranks import run_ranks
+from tests.two_sides import mesh_of
 
 SLOW = hardware("cpu", 0.01)
 OPEN: dict[str, Any] = {"reshard_after_forward": "auto", "hardware": SLOW}
@@ -28,8 +28,7 @@ TRAINED = ("stack", "tied", "graph-breaks", "checkpointed", "repeated", "frozen"
 
 
 def _shard_over_replicas(model: torch.nn.Module) -> None:
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-    fully_shard(model, mesh=mesh, reshard_after_forward="auto")
+    fully_shard(model, mesh=mesh_of((2, 1)), reshard_after_forward="auto")
 
 
 def _trained(name: str, lower: str, *, replicas: bool) -> Differences:

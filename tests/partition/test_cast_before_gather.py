@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import explain, fully_shard
@@ -22,7 +21,7 @@ from tests.fake_world import fake_world
 from tests.models.round_sizes import Stack, on_meta
 from tests.partition.test_partition import each_graph
 from tests.ranks import run_ranks
-from tests.two_sides import compile_eagerly
+from tests.two_sides import compile_eagerly, mesh_of
 
 WIDTH = 20
 
@@ -107,7 +106,7 @@ def _trained(dtype: torch.dtype, mesh: tuple[int, ...] | None, sharding: dict[st
     torch.manual_seed(0)
     model = Model()
     if mesh is not None:
-        sharding = {**sharding, "mesh": init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard"))}
+        sharding = {**sharding, "mesh": mesh_of(mesh)}
     compiled = _sharded(model, **sharding)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
     seen = []

@@ -27,8 +27,6 @@ TABLE, NORM, HEAD = "tok.weight", "norm.weight", "head.weight"
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """An embedding, layers, a norm and a head."""
-
     units: Mapping[str, str]  # of each parameter; the table is the head's weight if there is no `HEAD`
     frozen: frozenset[str] = frozenset()  # parameters without gradients
     offloaded: frozenset[str] = frozenset()  # units whose shards are on the host
@@ -107,8 +105,6 @@ def models(draw: st.DrawFn) -> Model:
 
 
 class _Writer(Sketch):
-    """Writes one graph of a model."""
-
     def __init__(self, model: Model, phase: Phase) -> None:
         super().__init__(phase)
         self.model = model
@@ -212,8 +208,6 @@ class _Writer(Sketch):
 
 
 class _Backward(_Writer):
-    """Writes a backward graph."""
-
     def __init__(self, model: Model) -> None:
         super().__init__(model, Phase.BACKWARD)
         self.saved = [self.tensor(f"saved_{i}", ROWS, WIDTH) for i in range(model.depth + 2)]

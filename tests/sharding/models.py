@@ -23,13 +23,10 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 2 * width + 1), nn.Tanh(), nn.Linear(2 * width + 1, width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Adds to its input."""
         return x + self.mlp(self.norm(x))
 
 
 class Model(nn.Module):
-    """Embedding, three blocks, norm, head."""
-
     def __init__(self, *, tied: bool = False, scale: bool = False) -> None:
         super().__init__()
         self.embed = nn.Embedding(7, 6)
@@ -43,7 +40,6 @@ class Model(nn.Module):
         self.count = nn.Parameter(torch.tensor([3, 4]), requires_grad=False) if scale else None
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits."""
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
@@ -52,8 +48,6 @@ class Model(nn.Module):
 
 
 class Normed(nn.Module):
-    """Linear layers, a batch norm between them, and a buffer that scales."""
-
     def __init__(self) -> None:
         super().__init__()
         self.up, self.norm, self.down = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 5)
@@ -75,7 +69,6 @@ def same_call(modules: Iterable[nn.Module]) -> list[list[nn.Module]]:
 
 
 def made(make: Callable[[], nn.Module] = Model, seed: int = 0) -> Any:
-    """A model of one seed on all ranks."""
     torch.manual_seed(seed)
     return make()
 
@@ -87,7 +80,6 @@ def batch(step: int, rank: int | None = None) -> torch.Tensor:
 
 
 def _loss(call: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """The mean of all logits' squares."""
     return call(tokens).float().square().mean()
 
 
@@ -112,15 +104,12 @@ def train_near_one_process(model: nn.Module, reference: nn.Module, steps: int = 
 
 
 def full(model: nn.Module) -> list[torch.Tensor]:
-    """Parameters in full."""
     return [whole(p).detach().clone() for p in model.parameters()]
 
 
 def world_batch(step: int) -> torch.Tensor:
-    """The tokens of all ranks."""
     return torch.cat([batch(step, rank) for rank in range(dist.get_world_size())])
 
 
 def same(first: Iterable[torch.Tensor], second: Iterable[torch.Tensor]) -> bool:
-    """Whether tensors are equal to the bit."""
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

@@ -20,8 +20,6 @@ from fsdp_compile import fully_shard, materialize
 
 
 class Block(nn.Module):
-    """One square weight: one unit."""
-
     def __init__(self, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width, width))
@@ -81,7 +79,6 @@ def measure(blocks: int, width: int) -> dict[str, int]:
 
 
 def main(rank: int, world_size: int, folder: Path, blocks: int, width: int) -> None:
-    """One rank."""
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)

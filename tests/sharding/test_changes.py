@@ -89,7 +89,6 @@ def test_training_goes_on_in_another_dtype() -> None:
 @pytest.mark.core
 @on_ranks()
 def test_an_optimizer_step_after_a_conversion_is_not_lost() -> None:
-    """The optimizer steps on converted parameters; the step must reach the next forward."""
     pair = WithOneProcess(Small, optimizer=adamw)
     pair.train(steps=1)
     pair.optimizers.clear()

@@ -24,7 +24,6 @@ from fsdp_compile._torch import fully_shard as states
 from fsdp_compile._torch import fully_shard_calls as private
 from fsdp_compile.config.policy import as_offload
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
-from tests import long
 from tests.models.kinds import Stack
 from tests.ranks import on_ranks
 from tests.sharding.models import Model, full, made, same, same_call, train_alike, train_near_one_process
@@ -71,13 +70,6 @@ def test_automatic_units_train_as_torchs_by_hand() -> None:
         fsdp2(theirs, mp_policy=of_root)
         assert _names(ours) == _names(theirs)
         train_alike(ours, theirs)
-
-
-@long.parametrize("kind", ["plain", "tied", "scale"], always=["tied"])
-@on_ranks()
-def test_it_trains_as_one_process(kind: str) -> None:
-    given = {} if kind == "plain" else {kind: True}
-    train_near_one_process(fully_shard(made(lambda: Model(**given))), made(lambda: Model(**given)))
 
 
 @on_ranks()

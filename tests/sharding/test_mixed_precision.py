@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp import MixedPrecision as FSDP1MixedPrecision
 from torch.distributed.fsdp import fully_shard as fsdp2
@@ -30,7 +29,7 @@ from tests.fsdp2.decoder import compiled_graphs
 from tests.models.kinds import WIDTH
 from tests.ranks import on_ranks
 from tests.sharding.models import Block, Model, Normed, made
-from tests.two_sides import compile_eagerly
+from tests.two_sides import compile_eagerly, mesh_of
 
 BF16 = torch.bfloat16
 
@@ -102,11 +101,7 @@ def test_wrong_values_are_refused() -> None:
 def test_parameters_are_saved_and_loaded_in_their_own_dtype() -> None:
     model = Normed()
     before = copy.deepcopy(model.state_dict())
-    fully_shard(
-        model,
-        mp_policy=MixedPrecision(BF16),
-        mesh=init_device_mesh("cpu", (4, 1), mesh_dim_names=("replicate", "shard")),
-    )
+    fully_shard(model, mp_policy=MixedPrecision(BF16), mesh=mesh_of((4, 1)))
     names = [name for name, _ in model.named_parameters()]
     saved = {name: value.clone() for name, value in model.state_dict().items()}
     for name in names:
@@ -171,8 +166,6 @@ def test_what_buffers_are_given_is_not_rounded(source: str) -> None:
 
 
 class Sees(nn.Linear):
-    """A linear layer that notes what it was given."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.given = x.dtype
         return super().forward(x.to(BF16))
@@ -217,16 +210,12 @@ def test_fsdp1s_flag_for_the_root_overrides(*, root: bool, others: bool, seen: t
 
 
 class Pair(NamedTuple):
-    """A named tuple of inputs."""
-
     x: torch.Tensor
     y: int
 
 
 @dataclasses.dataclass
 class Both:
-    """A dataclass of inputs."""
-
     x: torch.Tensor
     pair: Pair
 

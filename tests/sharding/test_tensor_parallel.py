@@ -231,7 +231,6 @@ def test_first_ranks_values() -> None:
 @pytest.mark.long
 @on_ranks(world_size=4)
 def test_parameters_that_were_split_by_hand() -> None:
-    """Replicated parameters, and one that a user has split by hand."""
     world = _world()
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -22,6 +23,7 @@ from fsdp_compile import fully_shard, materialize
 from fsdp_compile.errors import ConfigError, RankMismatchError
 from fsdp_compile.sharding import fully_shard as front
 from tests import long
+from tests.models import llama
 from tests.models.meta import assert_equal, on_meta
 from tests.ranks import on_ranks
 from tests.sharding.models import Block, Model, full, made, same, train_near_one_process
@@ -29,8 +31,6 @@ from tests.two_sides import mesh_of
 
 
 class _Frequencies(nn.Module):
-    """Has a buffer, and no parameters."""
-
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("frequencies", torch.ones(4) / 3)
@@ -40,15 +40,12 @@ class _Frequencies(nn.Module):
 
 
 class _Module(Model):
-    """With buffers, a 0-d parameter and an initialization of its own."""
-
     def __init__(self, *, tied: bool = False) -> None:
         super().__init__(tied=tied, scale=True)
         self.register_buffer("running", torch.arange(3.0))
         self.rope = _Frequencies()
 
     def reset_parameters(self) -> None:
-        """As constructed."""
         with torch.no_grad():
             self.scale.fill_(1.5)  # type: ignore[union-attr]
             self.count.copy_(torch.tensor([3, 4]))  # type: ignore[union-attr]
@@ -346,38 +343,22 @@ def test_bottom_up_calls_initialize_each_module_once() -> None:
 with_transformers = pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
 
 
-def _llama(*, tied: bool) -> torch.nn.Module:
-    import transformers
-
-    config = transformers.LlamaConfig(
-        vocab_size=61,  # uneven
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=tied,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    return transformers.LlamaForCausalLM(config)
-
-
 @pytest.mark.core
 @with_transformers
 @on_ranks()
 def test_init_weights_gives_the_values_of_one_process() -> None:
     for tied in (False, True):
-        model = on_meta(lambda tied=tied: _llama(tied=tied))  # type: ignore[misc]
+        make = functools.partial(llama.model, vocab_size=61, tie_word_embeddings=tied)  # uneven rows
+        model = on_meta(make)
         fully_shard(model)
         torch.manual_seed(5)
         materialize(model, param_init_fn=model._init_weights)
 
-        reference = _llama(tied=tied)
+        reference = make()
         for module in reference.modules():
-            module._is_hf_initialized = False  # type: ignore[assignment]
+            module._is_hf_initialized = False
         torch.manual_seed(5)
-        reference.init_weights()  # type: ignore[operator]
+        reference.init_weights()
         assert_equal(model, reference)
         assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,15 +21,10 @@ from torch.distributed.tensor import DTensor
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2.take_over import units
 from fsdp_compile.sharding.fully_shard import fully_shard
-from tests.fake_world import fake_world
 from tests.models.outlines import Block, Transformer
 from tests.sharding.models import same_call
 
-
-@pytest.fixture(autouse=True)
-def _world_of_four() -> Iterator[None]:
-    with fake_world(4):
-        yield
+pytestmark = pytest.mark.usefixtures("world")
 
 
 def _layout(model: nn.Module) -> dict[str, list[str]]:
@@ -68,7 +63,6 @@ class _ConvBlock(nn.Module):
 
 
 def _resnet() -> nn.Module:
-    """A stem, stages of blocks in nested Sequentials, a head."""
     stages = [nn.Sequential(*(_ConvBlock() for _ in range(blocks))) for blocks in (2, 3)]
     return _of(stem=nn.Conv2d(3, 8, 3), layer1=stages[0], layer2=stages[1], head=nn.Linear(8, 10))
 

@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FullOptimStateDictConfig,
@@ -40,7 +39,7 @@ from tests.fsdp2.decoder import VOCABULARY, Decoder, Tied, cross_entropy, gather
 from tests.fsdp2.models import assert_same
 from tests.numerics.fsdp2.options import LAYOUTS
 from tests.pairwise import Row, Value
-from tests.two_sides import mean_over_ranks, share, whole
+from tests.two_sides import mean_over_ranks, mesh_of, share, whole
 
 
 def _frozen() -> Decoder:
@@ -119,9 +118,7 @@ class _Side:
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if value["dtype"] is None else None
         if value["dtype"] is not None:
             self.model.to(value["dtype"])
-        shape = value["mesh" + then]
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-        given = {"mesh": mesh, "offload_policy": value["offload" + then], "mp_policy": policy}
+        given = {"mesh": mesh_of(value["mesh" + then]), "offload_policy": value["offload" + then], "mp_policy": policy}
         settings = {name: setting for name, setting in given.items() if setting is not None}
         value["units" + then](self.model, **settings)
         self.call = self.model
@@ -158,7 +155,6 @@ class _Side:
         return float(mean_over_ranks(loss))
 
     def save(self, folder: Path) -> None:
-        """Writes the state."""
         kind, state, model, optimizer = self.row["kind"], {}, self.model, self.optimizer
         if kind in ("full", "full of rank 0"):
             options = FULL if kind == "full" else OF_RANK_0
@@ -174,7 +170,6 @@ class _Side:
             torch.save(state, folder / "state.pt")
 
     def load(self, folder: Path) -> None:
-        """Reads it."""
         kind, model, optimizer = self.row["kind"], self.model, self.optimizer
         if kind in ("sharded", "FSDP1, sharded"):
             if kind == "FSDP1, sharded":  # an optimizer with state has places for what is loaded

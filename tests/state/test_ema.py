@@ -59,7 +59,13 @@ def _follow(followed: nn.Module, model: nn.Module) -> None:
         value.copy_(_values(model)[name])
 
 
-def _check_updates(shape: tuple[int, ...]) -> None:
+def ema_values(theirs: AveragedModel) -> dict[str, Any]:
+    return {**theirs.state_dict(), "n_averaged": torch.tensor(0)}
+
+
+@long.parametrize("shape", [(2,), (2, 2)], always=[(2, 2)])
+@on_ranks(world_size=lambda shape: torch.Size(shape).numel())
+def test_averages_equal_those_of_torch_in_one_process(shape: tuple[int, ...]) -> None:
     """The averages of the values that the sharded model has, bit for bit."""
     model, followed = sharded(shape=shape), made()
     ema, theirs, optimizer = EMA(model, DECAY), _reference(followed), _optimizer(model)
@@ -83,15 +89,6 @@ def _check_updates(shape: tuple[int, ...]) -> None:
     assert ema.full_state_dict()["module.scale"] == 7, "what is written to the model inside is kept as the average"
     with ema.swapped_in():
         assert_same(EMA(model, DECAY).full_state_dict(), {**ema_values(theirs), "module.scale": torch.tensor(7.0)})
-
-
-def ema_values(theirs: AveragedModel) -> dict[str, Any]:
-    return {**theirs.state_dict(), "n_averaged": torch.tensor(0)}
-
-
-@long.parametrize("shape", [(2,), (2, 2)], always=[(2, 2)])
-def test_averages_equal_those_of_torch_in_one_process(shape: tuple[int, ...]) -> None:
-    run_ranks(_check_updates, shape, world_size=torch.Size(shape).numel())
 
 
 def _trained(steps: int) -> tuple[Any, EMA, torch.optim.Optimizer]:
@@ -179,8 +176,6 @@ def test_averages_follow_a_model_that_is_cast() -> None:
 
 
 class WithExtraState(nn.Linear):
-    """Has a state that is no tensor."""
-
     scale = 1.0
 
     def get_extra_state(self) -> Any:

@@ -17,7 +17,7 @@ from fsdp_compile.errors import ConfigError, RankMismatchError
 from fsdp_compile.state.full_params import full_params, full_tensors
 from tests import long
 from tests.fsdp2.models import batch, made, mesh_of, sharded
-from tests.ranks import on_ranks, run_ranks
+from tests.ranks import on_ranks
 from tests.two_sides import whole
 
 
@@ -32,7 +32,9 @@ def _assert_shards_equal(model: nn.Module, reference: nn.Module) -> None:
         assert torch.equal(whole(mine), theirs), name
 
 
-def _check_view(shape: tuple[int, ...]) -> None:
+@long.parametrize("shape", [(1,), (2,), (2, 2)], always=[(2, 2)])
+@on_ranks(world_size=lambda shape: torch.Size(shape).numel())
+def test_everything_is_full_inside_and_what_was_written_is_kept(shape: tuple[int, ...]) -> None:
     model, reference = _pair(shape)
     model(batch())  # FSDP2 is initialized, and keeps the root unsharded
     before = {n: p for n, p in model.state_dict(keep_vars=True).items() if isinstance(p, DTensor)}
@@ -70,11 +72,6 @@ def _check_view(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(model(batch()), reference(batch()))
 
 
-@long.parametrize("shape", [(1,), (2,), (2, 2)], always=[(2, 2)])
-def test_everything_is_full_inside_and_what_was_written_is_kept(shape: tuple[int, ...]) -> None:
-    run_ranks(_check_view, shape, world_size=torch.Size(shape).numel())
-
-
 Change = Callable[[Any, torch.Tensor], object]
 KEPT: list[Change] = [
     lambda model, new: setattr(model.first, "weight", nn.Parameter(new)),
@@ -99,7 +96,6 @@ REFUSED: dict[str, Change] = {
 
 @on_ranks(timeout_s=60)
 def test_a_change_at_any_place_of_a_tied_parameter_counts_or_is_refused_on_all_ranks() -> None:
-    """What is put at one place of a tied parameter is at all of them; what cannot be kept is an error on all ranks."""
     new = torch.full((6, 6), 7.0)
     new[0] = torch.nan
     for change in KEPT:
@@ -182,7 +178,9 @@ def test_each_rank_keeps_its_own_part_and_attributes_are_kept() -> None:
     assert model.weight.tag == "inside"
 
 
-def _check_first_rank(shape: tuple[int, ...]) -> None:
+@long.parametrize("shape", [(2,), (2, 2)], always=[(2,)])
+@on_ranks(world_size=lambda shape: torch.Size(shape).numel())
+def test_the_first_rank_alone_can_hold_and_write(shape: tuple[int, ...]) -> None:
     model, reference = _pair(shape)
     for each in (model, reference):
         each(batch()).square().mean().backward()
@@ -204,11 +202,6 @@ def _check_first_rank(shape: tuple[int, ...]) -> None:
         assert (mine.grad is None) == (theirs.grad is None), name
         if theirs.grad is not None:
             torch.testing.assert_close(whole(mine.grad), 2 * theirs.grad, msg=name)
-
-
-@long.parametrize("shape", [(2,), (2, 2)], always=[(2,)])
-def test_the_first_rank_alone_can_hold_and_write(shape: tuple[int, ...]) -> None:
-    run_ranks(_check_first_rank, shape, world_size=torch.Size(shape).numel())
 
 
 @on_ranks()
@@ -314,7 +307,6 @@ def test_wrong_uses_are_refused_and_exceptions_leave_shards() -> None:
 
 @on_ranks()
 def test_a_look_between_forward_and_backward_is_harmless() -> None:
-    """A look at the parameters between forward and backward changes nothing."""
     model, reference = _pair()
     losses = [each(batch()).square().mean() for each in (model, reference)]
     with full_params(model):

@@ -30,7 +30,9 @@ def _assert_is_state_dict(found: dict[str, torch.Tensor], reference: nn.Module) 
         assert torch.equal(found[name], value), name
 
 
-def _check(shape: tuple[int, ...]) -> None:
+@long.parametrize("shape", [(1,), (2,), (2, 2)], always=[(2, 2)])
+@on_ranks(world_size=lambda shape: torch.Size(shape).numel())
+def test_names_and_values_are_those_of_the_plain_model(shape: tuple[int, ...]) -> None:
     reference, model = made(), sharded(shape=shape)
     model.blocks[1] = torch.compile(model.blocks[1], backend="eager")
     compiled: Any = torch.compile(model, backend="eager")
@@ -49,11 +51,6 @@ def _check(shape: tuple[int, ...]) -> None:
     for value in kept.values():
         value.zero_()  # it is memory of its own
     _assert_is_state_dict(dict(full_tensors(model)), reference)
-
-
-@long.parametrize("shape", [(1,), (2,), (2, 2)], always=[(2, 2)])
-def test_names_and_values_are_those_of_the_plain_model(shape: tuple[int, ...]) -> None:
-    run_ranks(_check, shape, world_size=torch.Size(shape).numel())
 
 
 @on_ranks(world_size=4)

@@ -17,7 +17,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import full_params, fully_shard, no_sync, rekey_optim_state_dict, units
-from tests.ranks import on_ranks, run_ranks
+from tests.ranks import on_ranks
 from tests.two_sides import compare_gradients, compare_parameters, compile_eagerly, whole
 
 CLOSE = (1.3e-6, 1e-5)
@@ -44,7 +44,8 @@ def _train(called: Callable[..., torch.Tensor], optimizer: torch.optim.Optimizer
         optimizer.zero_grad()
 
 
-def _check_resumed_from_ddp(folder: Path) -> None:
+@on_ranks()
+def test_what_ddp_has_saved_is_resumed(tmp_path: Path) -> None:
     """Saved by DDP's lines after two steps, and resumed sharded: as four steps of one process."""
     reference = _model()
     optimizer = _adamw(reference)
@@ -52,21 +53,17 @@ def _check_resumed_from_ddp(folder: Path) -> None:
     saved = copy.deepcopy((reference.state_dict(), optimizer.state_dict()))
     _train(reference, optimizer)
     if (rank := dist.get_rank()) == 0:
-        torch.save(saved[1], folder / "optimizer.pt")
+        torch.save(saved[1], tmp_path / "optimizer.pt")
 
     resumed = fully_shard(_model(seed=1 + rank))
     state_dict.set_model_state_dict(resumed, saved[0] if rank == 0 else {}, options=FROM_RANK_0)
-    optimizer, path = _adamw(resumed), folder / "optimizer.pt"
+    optimizer, path = _adamw(resumed), tmp_path / "optimizer.pt"
     state = {}
     if rank == 0:
         state = rekey_optim_state_dict(torch.load(path), OptimStateKeyType.PARAM_NAME, resumed, optim=optimizer)
     state_dict.set_optimizer_state_dict(resumed, optimizer, state, options=FROM_RANK_0)
     _train(compile_eagerly(resumed), optimizer)
     compare_parameters(resumed, reference)
-
-
-def test_what_ddp_has_saved_is_resumed(tmp_path: Path) -> None:
-    run_ranks(_check_resumed_from_ddp, tmp_path)
 
 
 @on_ranks()

@@ -28,15 +28,13 @@ from fsdp_compile.fsdp2.shards import local_of
 from tests.fsdp2.models import assert_same, batch, made, mesh_of, sharded, train
 from tests.models.meta import on_meta
 from tests.models.outlines import MixedKinds, Odd
-from tests.ranks import on_ranks, run_ranks
+from tests.ranks import on_ranks
 from tests.two_sides import Run, compile_eagerly, whole
 
 State = dict[str, Any]
 
 
 class _Kinds(MixedKinds):
-    """Also a parameter that no forward reads, and one that is not sharded."""
-
     def __init__(self) -> None:
         super().__init__()
         self.unread = nn.Parameter(torch.randn(3, 2))
@@ -131,7 +129,10 @@ def _pair() -> tuple[nn.Module, nn.Module]:
     return fully_shard(model), reference
 
 
-def _check_saving(how: Run) -> None:
+@pytest.mark.core
+@pytest.mark.parametrize("how", [Run.EAGER, Run.SHARDED])
+@on_ranks(world_size=4)
+def test_a_state_dict_can_be_saved_copied_and_loaded(how: Run) -> None:
     """torch.save, deep copies and pickles of a state dict; values share memory with the parameters."""
     model, reference = _pair()
     if how is Run.SHARDED:
@@ -158,27 +159,18 @@ def _check_saving(how: Run) -> None:
     assert model.state_dict(keep_vars=True)["uneven.weight"] is model.get_parameter("uneven.weight")
 
 
-@pytest.mark.core
-def test_a_state_dict_can_be_saved_copied_and_loaded() -> None:
-    for how in (Run.EAGER, Run.SHARDED):
-        run_ranks(_check_saving, how, world_size=4)
-
-
-def _check_patched(folder: str) -> None:
+@on_ranks()
+def test_methods_that_torch_has_replaced(tmp_path: Path) -> None:
     """`_patch_model_state_dict`, after which `torch.distributed.checkpoint` takes the model itself."""
     model, reference = _pair()
     compile_eagerly(model)(torch.ones(3, 10))
     _patch_model_state_dict(model)
-    dcp.save({"model": model}, checkpoint_id=folder)
+    dcp.save({"model": model}, checkpoint_id=tmp_path)
     with torch.no_grad():
         model.get_parameter("uneven.weight").zero_()
-    dcp.load({"model": model}, checkpoint_id=folder)
+    dcp.load({"model": model}, checkpoint_id=tmp_path)
     assert_same(model.state_dict(), reference.state_dict())
     model.load_state_dict(model.state_dict())
-
-
-def test_methods_that_torch_has_replaced(tmp_path: Path) -> None:
-    run_ranks(_check_patched, str(tmp_path))
 
 
 def _tied() -> Any:
@@ -194,7 +186,10 @@ def _fill_table(module: Any) -> None:
         module.table.fill_(1)
 
 
-def _load_from_rank_0(mesh: tuple[int, ...], *, meta: bool, compiled: bool) -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("mesh", "meta"), [((2,), False), ((2,), True), ((2, 2), True)])
+@on_ranks(world_size=lambda mesh, **_: torch.Size(mesh).numel())
+def test_torch_sends_the_state_dict_of_rank_0(mesh: tuple[int, ...], *, meta: bool, compiled: bool) -> None:
     state = copy.deepcopy(_tied().state_dict())
     model: Any = fully_shard(on_meta(_tied) if meta else _tied(), mesh=mesh_of(mesh))
     given = dict(state) if dist.get_rank() == 0 else {}  # torch replaces its values
@@ -205,9 +200,3 @@ def _load_from_rank_0(mesh: tuple[int, ...], *, meta: bool, compiled: bool) -> N
     assert_same(_values(model), state)
     assert model(torch.ones(4, 3)).isfinite().all()
     assert model[3].weight is model[2].weight, "as FSDP2 ties what torch has assigned one by one"
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize(("mesh", "meta"), [((2,), False), ((2,), True), ((2, 2), True)])
-def test_torch_sends_the_state_dict_of_rank_0(mesh: tuple[int, ...], *, meta: bool, compiled: bool) -> None:
-    run_ranks(_load_from_rank_0, mesh, meta=meta, compiled=compiled, world_size=torch.Size(mesh).numel())

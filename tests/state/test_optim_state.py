@@ -99,7 +99,13 @@ def _assert_is_of_one_process(state: dict[str, Any], name: str) -> None:
             torch.testing.assert_close(mine, value, rtol=1e-4, atol=1e-5, msg=f"{kind} of {key}")
 
 
-def _check_round_trip(name: str, shape: tuple[int, ...]) -> None:
+@long.parametrize(
+    ("name", "shape"),
+    [("AdamW", (2,)), ("flat AdamW", (2,)), ("whole Adafactor", (2,)), ("AdamW", (2, 2)), ("AdamW", (3,))],
+    always=[("AdamW", (2,))],
+)
+@on_ranks(world_size=lambda shape, **_: torch.Size(shape).numel())
+def test_state_of_every_kind_comes_back_bit_for_bit(name: str, shape: tuple[int, ...]) -> None:
     """Ranks list parameters in other orders."""
     model, optimizer = _trained(name, shape)
     expected = _states(model, optimizer)
@@ -135,15 +141,6 @@ def _check_round_trip(name: str, shape: tuple[int, ...]) -> None:
     assert_same(_states(resumed, other), goes_on)
 
 
-@long.parametrize(
-    ("name", "shape"),
-    [("AdamW", (2,)), ("flat AdamW", (2,)), ("whole Adafactor", (2,)), ("AdamW", (2, 2)), ("AdamW", (3,))],
-    always=[("AdamW", (2,))],
-)
-def test_state_of_every_kind_comes_back_bit_for_bit(name: str, shape: tuple[int, ...]) -> None:
-    run_ranks(_check_round_trip, name, shape, world_size=torch.Size(shape).numel())
-
-
 def _save(name: str) -> dict[str, Any]:
     return optim_state_dict(*_trained(name))
 
@@ -167,20 +164,21 @@ def test_full_state_is_loaded_by_any_number_of_ranks(shape: tuple[int, ...]) -> 
     run_ranks(_load, "flat AdamW", shape, saved, world_size=torch.Size(shape).numel())
 
 
-def _check_with_torch(folder: Path) -> None:
+@on_ranks()
+def test_torchs_own_state_dicts_and_checkpoints_load_and_are_loaded(tmp_path: Path) -> None:
     """Of torch's functions, which need the same order of parameters on all ranks, and through DCP."""
     model = sharded()
     parameters = [p for p in model.parameters() if p is not model.scale]
     optimizer = optim.AdamW(parameters, lr=0.05)
     train(model, optimizer)
     state = optim_state_dict(model, optimizer, config=ShardedOptimStateDictConfig())
-    dcp.save({"optimizer": state}, checkpoint_id=folder)
+    dcp.save({"optimizer": state}, checkpoint_id=tmp_path)
     other = optim.AdamW(parameters)
     into = {"optimizer": copy.deepcopy(state)}
     for values in into["optimizer"]["state"].values():
         for value in values.values():
             local(value).zero_()
-    dcp.load(into, checkpoint_id=folder)
+    dcp.load(into, checkpoint_id=tmp_path)
     optim_state_dict_to_load(model, other, into["optimizer"], load_directly=True)
     assert_same(_states(model, other), _states(model, optimizer))
     options = StateDictOptions(full_state_dict=True, strict=False)
@@ -193,10 +191,6 @@ def _check_with_torch(folder: Path) -> None:
     fourth = optim.AdamW(parameters)
     optim_state_dict_to_load(model, fourth, of_torch, load_directly=True)
     assert_same(_states(model, fourth), expected)
-
-
-def test_torchs_own_state_dicts_and_checkpoints_load_and_are_loaded(tmp_path: Path) -> None:
-    run_ranks(_check_with_torch, tmp_path)
 
 
 @on_ranks()

@@ -49,8 +49,6 @@ class StreamError(AssertionError):
 
 
 class StreamInterpreter(fx.Interpreter):
-    """Runs a graph under a model of streams."""
-
     def __init__(self, gm: fx.GraphModule, model: StreamModel) -> None:
         super().__init__(gm)
         self._model = model
@@ -72,7 +70,6 @@ class Region:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Self | None:
-        """Of a tensor with elements."""
         if tensor.numel() == 0:
             return None
         extent = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -80,27 +77,18 @@ class Region:
         return cls(_key(tensor), first, first + int(extent) * tensor.element_size())
 
     def overlaps(self, other: Region) -> bool:
-        """Whether both have a byte."""
         return self.storage == other.storage and self.first < other.last and other.first < self.last
 
 
 @dataclasses.dataclass(frozen=True)
 class Running:
-    """What another stream may still do.
+    """What another stream may still do."""
 
-    Attributes:
-        name: Of the operator.
-        stream: A group's name, or the direction of a copy.
-        reads: What it reads.
-        writes: What it writes.
-        storages: Those of a copy, which nobody else keeps; by name of the argument.
-    """
-
-    name: str
-    stream: str
-    reads: tuple[Region, ...]
-    writes: tuple[Region, ...]
-    storages: Mapping[str, StorageWeakRef]
+    name: str  # of the operator
+    stream: str  # a group's name, or the direction of a copy
+    reads: tuple[Region, ...]  # what it reads
+    writes: tuple[Region, ...]  # what it writes
+    storages: Mapping[str, StorageWeakRef]  # those of a copy, which nobody else keeps; by name of the argument
 
 
 class StreamModel:

@@ -31,7 +31,6 @@ Results = Mapping[str, Mapping[str, Any]]
 
 
 def main() -> int:
-    """Runs the tests, and prints what was not expected."""
     parser = argparse.ArgumentParser(prog="python -m tests.torch_fsdp2")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--uncompiled", action="store_true", help="compile nothing")

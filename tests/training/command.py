@@ -54,7 +54,6 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 
 def wait_for_line(process: subprocess.Popen[str], line: str) -> None:
-    """Read standard output up to a line."""
     assert process.stdout is not None
     for read in process.stdout:
         if read.strip() == line:
@@ -83,5 +82,4 @@ def _living(session: int) -> list[str]:
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics."""
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -54,7 +54,6 @@ class SmallRun:
         return Saves(self.checkpoints, self.world, keep=keep, in_background=in_background)
 
     def spoil(self) -> None:
-        """Let a weight of rank 1 be not a number."""
         weight = self.model.weight
         assert isinstance(weight, DTensor)
         if self.world.rank == 1:

@@ -125,7 +125,6 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of two complete checkpoints."""
     folder = tmp_path_factory.mktemp("written")
     run_ranks(_save, folder)
     return folder

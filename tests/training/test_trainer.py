@@ -154,7 +154,6 @@ RESUMED = {"steps": 4, "batch_size": 12, "checkpoint_every": 1, "keep_checkpoint
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of four steps on two ranks."""
     folder = tmp_path_factory.mktemp("uninterrupted")
     run_ranks(_train, folder, RESUMED)
     return folder

@@ -29,8 +29,6 @@ FORWARD, BACKWARD = Phase.FORWARD, Phase.BACKWARD
 
 @dataclasses.dataclass(frozen=True)
 class Break:
-    """One way to break a graph."""
-
     rule: str  # that has to notice
     edit: Callable[[StepGraph], fx.Node]  # breaks the graph and returns the node that the complaint has to name
     phase: Phase

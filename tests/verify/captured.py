@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import torch
 from torch import fx, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, ShardingStrategy
 
 from fsdp_compile import fully_shard, step_in_backward
@@ -25,6 +24,7 @@ from fsdp_compile.partition.auto_reshard import keep_unsharded
 from fsdp_compile.pipeline import passes
 from tests.fake_world import fake_world
 from tests.own_backend import compiled_by
+from tests.two_sides import mesh_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +46,7 @@ class World:
     """As in `FSDPOptions`."""
 
     def shard(self, model: nn.Module) -> None:
-        shape = (self.replicas, self.size // self.replicas) if self.replicas > 1 else (self.size,)
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+        mesh = mesh_of((self.replicas, self.size // self.replicas) if self.replicas > 1 else (self.size,))
         for name in (*(self.units or ()), *[""] * self.root):
             module = model.get_submodule(name)
             fully_shard(

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import shutil
-import tempfile
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_state_dict,
-)
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile.errors import UnsupportedModelError
@@ -38,7 +27,7 @@ from tests.fsdp2.decoder import (
     uncompiled,
     whole,
 )
-from tests.two_sides import MIXED, REDUCED_TWICE, adamw, compile_eagerly, compile_in_place, local, sgd
+from tests.two_sides import MIXED, REDUCED_TWICE, compile_eagerly, compile_in_place, local, sgd
 
 # How a model is compiled.
 
@@ -178,38 +167,6 @@ def loaded_between_steps() -> None:
     pair.train(pair.model, steps=1)
 
 
-@contextlib.contextmanager
-def _shared_folder() -> Iterator[str]:
-    folder = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [""]
-    dist.broadcast_object_list(folder)
-    yield folder[0]
-    dist.barrier()
-    shutil.rmtree(folder[0], ignore_errors=True)
-
-
-@case("state")
-def saved_by_dcp() -> None:
-    pair = pair_of()
-    pair.train(pair.compiled())
-    own, theirs = pair.optimizers[0]
-    with _shared_folder() as folder:
-        model_state, optimizer_state = get_state_dict(pair.model, own)
-        dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
-        loaded = pair_of()
-        loaded.reference = loaded.other = pair.reference
-        loaded.steps = pair.steps
-        optimizer = adamw(list(loaded.model.parameters()))
-        model_state, optimizer_state = get_state_dict(loaded.model, optimizer)
-        dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
-        set_state_dict(loaded.model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
-    loaded.optimizers.append((optimizer, theirs))
-    loaded.train(loaded.compiled())
-    full = get_model_state_dict(loaded.model, options=StateDictOptions(full_state_dict=True))
-    weight = full["blocks.0.a.weight"]
-    assert isinstance(weight, torch.Tensor)
-    assert weight.shape == (2 * WIDTH, WIDTH)
-
-
 class _Reads(Decoder):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return super().forward(tokens) + torch.stack([p.sum() for p in self.norm.parameters()]).sum()
@@ -257,37 +214,11 @@ def before_a_compiled_function_again() -> None:
 
 @case("gradients")
 def accumulated() -> None:
-    """Compiled and in eager code."""
     for order, within in (("ccc", None), ("eee", None), ("cec", None), ("ece", REDUCED_TWICE), ("cce", None)):
         pair = pair_of()
         compiled = pair.compiled()
         pair.optimize(sgd)
         pair.train(*(compiled if how == "c" else pair.model for how in order), within=within)
-
-
-@case("gradients")
-def reduced_in_each_microbatch() -> None:
-    pair = pair_of()
-    pair.compiled()
-    for _ in range(3):
-        pair.backward()
-    pair.compare_gradients()
-
-
-@case("gradients")
-def clipped() -> None:
-    pair = pair_of()
-    pair.compiled()
-    pair.optimize()
-    for _ in range(2):
-        pair.backward()
-        a, b = (nn.utils.clip_grad_norm_(each.parameters(), 0.1) for each in pair)
-        assert isinstance(a, DTensor)
-        assert isinstance(b, DTensor)
-        assert torch.equal(a.full_tensor(), b.full_tensor())
-        pair.compare_gradients()
-        pair.update()
-    pair.compare_parameters()
 
 
 @case("gradients")
@@ -310,22 +241,6 @@ def unused_parameters() -> None:
     loss.backward()
     cross_entropy(pair.reference, batch(0)).backward()
     pair.compare_gradients()
-
-
-@case("gradients", is_long=True)
-def of_chosen_parameters() -> None:
-    pair = pair_of()
-    compiled, parameters = pair.compiled(), list(pair.model.parameters())
-    every = torch.autograd.grad(cross_entropy(compiled, batch(0)), parameters)
-    assert all(p.grad is None for p in parameters)
-    some = torch.autograd.grad(cross_entropy(compiled, batch(0)), [parameters[3], parameters[0]])
-    assert torch.equal(local(some[0]), local(every[3]))
-    assert torch.equal(local(some[1]), local(every[0]))
-    cross_entropy(compiled, batch(0)).backward(inputs=[parameters[3]])
-    assert [i for i, p in enumerate(parameters) if p.grad is not None] == [3]
-    assert torch.equal(local(parameters[3].grad), local(every[3]))
-    pair.zero_grad()
-    pair.train(compiled)
 
 
 @case("gradients")
@@ -391,13 +306,3 @@ def of_a_penalty_on_parameters() -> None:
     for ours, model in ((compiled, pair.model), (pair.reference, pair.reference)):
         (cross_entropy(ours, batch(0)) + 1e-2 * penalty(model)).backward()
     pair.compare_gradients(within=REDUCED_TWICE)
-
-
-@case("gradients", is_long=True)
-def of_a_graph_that_is_kept() -> None:
-    pair = pair_of()
-    for model in (pair.compiled(), pair.reference):
-        loss = cross_entropy(model, batch(0))
-        loss.backward(retain_graph=True)
-        loss.backward()
-    pair.compare_gradients()

@@ -12,7 +12,6 @@ from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.fsdp2.take_over import model_of
@@ -32,11 +31,11 @@ from tests.fsdp2.decoder import (
     uncompiled,
     with_blocks,
 )
+from tests.models import llama
 from tests.two_sides import MIXED, REDUCED_TWICE, WithFsdp2, compile_in_place
 
 
 def units_gathered(step: StepGraph) -> set[str]:
-    """The units whose parameters a graph gathers."""
     return {unit for node in step.nodes(Role.GATHER) for unit, _ in require(node).claims}
 
 
@@ -222,25 +221,6 @@ def in_one_graph() -> None:
 
 # A Llama of transformers: training, recorded hidden states, and `generate()`.
 
-VOCABULARY = 64
-
-
-def _make(*, ties: bool = False, attention: str = "sdpa") -> nn.Module:
-    config_class: Any = LlamaConfig
-    config = config_class(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=ties,
-        attn_implementation=attention,
-        pad_token_id=0,
-        eos_token_id=None,
-    )
-    return LlamaForCausalLM(config)
-
 
 def _shard(model: Any, **settings: Any) -> None:
     model.tie_weights()
@@ -256,7 +236,7 @@ def _loss(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 @case("llama")
 def trains_in_one_graph() -> None:
     for ties in (False, True):
-        pair = pair_of(functools.partial(_make, ties=ties), sharded=_shard)
+        pair = pair_of(functools.partial(llama.model, tie_word_embeddings=ties), sharded=_shard)
         with gathered_by_hooks() as hooked:
             # Eager code computes attention's gradients in another order than AOTAutograd's graphs.
             pair.train(pair.compiled(), other=torch.compile(pair.reference, backend="aot_eager"), loss=_loss)
@@ -265,7 +245,7 @@ def trains_in_one_graph() -> None:
 
 @case("llama", is_long=True)
 def trains_in_mixed_precision() -> None:
-    pair = pair_of(_make, sharded=_shard, mp_policy=MIXED)
+    pair = pair_of(llama.model, sharded=_shard, mp_policy=MIXED)
     pair.train(pair.compiled(), other=torch.compile(pair.reference, backend="aot_eager"), loss=_loss)
 
 
@@ -278,7 +258,7 @@ def layers_one_by_one() -> None:
             for layer in model.model.layers:
                 compile_in_place(layer, reduce_layout="fsdp2")
 
-        make = functools.partial(_make, attention="eager")
+        make = functools.partial(llama.model, attn_implementation="eager")
         pair = WithFsdp2(make, functools.partial(_shard, **settings), batch, _loss, ours=looped)
         with gathered_by_hooks() as titles:
             pair.train(steps=3)
@@ -287,7 +267,7 @@ def layers_one_by_one() -> None:
 
 @case("llama", is_long=True)
 def records_hidden_states() -> None:
-    pair = pair_of(_make, sharded=_shard)
+    pair = pair_of(llama.model, sharded=_shard)
     tokens = torch.arange(24).view(2, 12)
     for in_place in (False, True):
         if in_place:
@@ -303,9 +283,10 @@ def records_hidden_states() -> None:
 
 @case("llama", is_long=True)
 def generates_different_lengths() -> None:
-    pair = pair_of(_make, sharded=_shard)
+    make = functools.partial(llama.model, pad_token_id=0, eos_token_id=None)
+    pair = pair_of(make, sharded=_shard)
     torch.manual_seed(0)
-    plain: Any = _make()
+    plain = make()
     pair.train(pair.compiled(), loss=_loss, steps=1, within=REDUCED_TWICE)
     plain.load_state_dict({name: p.full_tensor() for name, p in pair.model.state_dict().items()})
     prompt = torch.arange(3, 7 if dist.get_rank() == 0 else 13)[None]

@@ -1,12 +1,13 @@
-"""A small Llama of transformers, and how its Trainer and those of TRL train it in these programs."""
+"""The small Llama, and how transformers' Trainer and those of TRL train it in these programs."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Trainer, TrainerCallback
+from transformers import PreTrainedModel, Trainer, TrainerCallback
 
 from tests.integrations.programs.report import report
+from tests.models import llama
 
 ARGUMENTS: dict[str, Any] = {
     "per_device_train_batch_size": 4,
@@ -19,6 +20,7 @@ ARGUMENTS: dict[str, Any] = {
     "disable_tqdm": True,
 }
 """What all trainers are given."""
+config, model = llama.config, llama.model
 FOUR_STEPS: dict[str, Any] = {
     **ARGUMENTS,
     "gradient_accumulation_steps": 2,
@@ -29,17 +31,6 @@ FOUR_STEPS: dict[str, Any] = {
     "save_strategy": "steps",
     "save_steps": 2,
 }
-
-
-def config(**changes: Any) -> LlamaConfig:
-    """Two layers."""
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return LlamaConfig(**{"vocab_size": 64, "num_key_value_heads": 2, **sizes, **changes})
-
-
-def model(**changes: Any) -> LlamaForCausalLM:
-    """One with such a configuration."""
-    return LlamaForCausalLM(config(**changes))
 
 
 def callbacks(how: str, model: PreTrainedModel) -> list[TrainerCallback]:

@@ -33,13 +33,11 @@ TIMEOUT = timedelta(seconds=10)
 
 
 def make_model() -> nn.Module:
-    """A small model, the same everywhere."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 5), nn.Tanh(), nn.Linear(5, 3))
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """Its optimizer."""
     return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
 
 

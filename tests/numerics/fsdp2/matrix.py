@@ -48,23 +48,14 @@ STRATEGIES = {
 
 @dataclasses.dataclass(frozen=True)
 class Combination:
-    """One training that is compared.
+    """One training that is compared."""
 
-    Attributes:
-        model: Key of `MODELS`.
-        recompute: Key of `RECOMPUTES`.
-        strategy: Key of `STRATEGIES[world_size]`.
-        precision: Key of `PRECISIONS`.
-        accumulation: Key of `ACCUMULATIONS`.
-        world_size: Number of ranks.
-    """
-
-    model: str
-    recompute: str
-    strategy: str
-    precision: str
-    accumulation: str
-    world_size: int
+    model: str  # key of `MODELS`
+    recompute: str  # key of `RECOMPUTES`
+    strategy: str  # key of `STRATEGIES[world_size]`
+    precision: str  # key of `PRECISIONS`
+    accumulation: str  # key of `ACCUMULATIONS`
+    world_size: int  # number of ranks
 
     @property
     def key(self) -> str:

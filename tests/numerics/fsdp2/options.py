@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
@@ -26,7 +25,7 @@ from fsdp_compile.cost.hardware import hardware
 from fsdp_compile.errors import FSDPCompileError
 from tests.fsdp2.decoder import Decoder, Tied, batch, gathered_by_hooks
 from tests.pairwise import Row, Value, with_defaults
-from tests.two_sides import BITS, Within, adamw, close, compare_gradients, compare_parameters
+from tests.two_sides import BITS, Within, adamw, close, compare_gradients, compare_parameters, mesh_of
 
 _OF_KERNELS = {
     True: Within((1e-4, 1e-4), (1e-4, 1e-4), (0.0, 4e-2)),
@@ -213,9 +212,7 @@ def _train(row: Row) -> str:
     settings: dict[str, Any] = {name: value.get(name) for name in (*SETTINGS, *PLACEMENTS)}
     settings = {name: given for name, given in settings.items() if given not in (None, False)}
     if "mesh" in value:
-        settings["mesh"] = init_device_mesh(
-            "cpu", value["mesh"], mesh_dim_names=("replicate", "shard")[-len(value["mesh"]) :]
-        )
+        settings["mesh"] = mesh_of(value["mesh"])
     torch.manual_seed(0)
     model = make()
     reference = copy.deepcopy(model)

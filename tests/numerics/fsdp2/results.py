@@ -24,19 +24,13 @@ _COLUMNS = "| combination | required | largest difference | last places | larges
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One line of the page.
+    """One line of the page."""
 
-    Attributes:
-        key: The combination.
-        cells: What was measured, ready to print.
-    """
-
-    key: str
-    cells: tuple[str, ...]
+    key: str  # the combination
+    cells: tuple[str, ...]  # what was measured, ready to print
 
     @staticmethod
     def of(key: str, found: Sequence[Difference]) -> Row:
-        """The line of a training whose differences are these."""
         bitwise = all(one.bound == 0 for one in found)
         relative = max(one.relative for one in found)
         places = max(one.ulps for one in found)

@@ -46,23 +46,14 @@ def _other_dimension(parameter: torch.nn.Parameter) -> Shard:
 
 @dataclasses.dataclass(frozen=True)
 class _Case:
-    """How the model is split and sharded.
+    """How the model is split and sharded."""
 
-    Attributes:
-        mesh: Its shape: (dp, tp), or (replicate, shard, tp).
-        sequence: Whether norms are split over tokens.
-        hidden: Units of the feed-forward layers.
-        layers: How many.
-        micro_batches: Of which all but the last are not reduced.
-        arguments: Of `fully_shard`.
-    """
-
-    mesh: tuple[int, ...] = (2, 2)
-    sequence: bool = False
-    hidden: int = 24
-    layers: int = 1
-    micro_batches: int = 1
-    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
+    mesh: tuple[int, ...] = (2, 2)  # its shape: (dp, tp), or (replicate, shard, tp)
+    sequence: bool = False  # whether norms are split over tokens
+    hidden: int = 24  # units of the feed-forward layers
+    layers: int = 1  # how many
+    micro_batches: int = 1  # of which all but the last are not reduced
+    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)  # of `fully_shard`
 
 
 CASES = {

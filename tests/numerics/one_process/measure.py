@@ -26,8 +26,6 @@ def adamw_with_eps(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 class OneOfTwo(nn.Module):
-    """Reads one of two layers."""
-
     def __init__(self, inputs: int = 6, outputs: int = 6, *, bias: bool = True) -> None:
         super().__init__()
         self.first, self.second = (nn.Linear(inputs, outputs, bias=bias) for _ in range(2))
@@ -42,17 +40,11 @@ Prepare = Callable[[nn.Module], object]
 
 @dataclasses.dataclass
 class Differences:
-    """Largest differences from one process over all steps; `None` gradients must agree exactly.
+    """Largest differences from one process over all steps; `None` gradients must agree exactly."""
 
-    Attributes:
-        loss: Relative to the loss.
-        gradient: Relative to the largest element of the parameter's gradient.
-        parameter: Absolute, in units of the learning rate.
-    """
-
-    loss: float = 0.0
-    gradient: float = 0.0
-    parameter: float = 0.0
+    loss: float = 0.0  # relative to the loss
+    gradient: float = 0.0  # relative to the largest element of the parameter's gradient
+    parameter: float = 0.0  # absolute, in units of the learning rate
 
 
 CLOSE = Differences(1e-6, 2e-5, 1e-3)

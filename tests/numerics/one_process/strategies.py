@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, ShardingStrategy
+
+from tests.two_sides import mesh_of
 
 Arguments = Callable[[], dict[str, Any]]
 """Called on every rank, inside the world."""
@@ -16,8 +17,7 @@ Arguments = Callable[[], dict[str, Any]]
 
 def _halves(*, shape: Callable[[int], tuple[int, int]] = lambda n: (2, n // 2), **arguments: Any) -> Arguments:
     def make() -> dict[str, Any]:
-        mesh = init_device_mesh("cpu", shape(dist.get_world_size()), mesh_dim_names=("replicate", "shard"))
-        return {"mesh": mesh, **arguments}
+        return {"mesh": mesh_of(shape(dist.get_world_size())), **arguments}
 
     return make
 

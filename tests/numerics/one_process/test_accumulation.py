@@ -27,6 +27,7 @@ from tests.models.kinds import GraphBreaks, Slim, Stack
 from tests.numerics.one_process.measure import OneOfTwo, batches, gradient_difference
 from tests.ranks import on_ranks
 from tests.two_sides import (
+    Averaging,
     Run,
     WithFsdp2,
     WithOneProcess,
@@ -85,8 +86,6 @@ def test_gradients_wait_for_the_next_backward_that_reduces(*, reshard: bool) -> 
 
 
 class ReadTwice(nn.Module):
-    """Adds two gradients of one parameter in backward."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(32, 32) / 6)
@@ -252,7 +251,6 @@ SETTINGS: dict[str, tuple[tuple[int, ...], MixedPrecisionPolicy, float | None]] 
 @long.parametrize("name", SETTINGS, always=["a divide factor"])
 @on_ranks(world_size=lambda name: torch.Size(SETTINGS[name][0]).numel())
 def test_settings_of_fsdp2_give_its_gradients_bit_by_bit(name: str) -> None:
-    """Compares gradients with FSDP2's after one held, one partly held and one reduced microbatch."""
     shape, policy, factor = SETTINGS[name]
     make = Slim if policy == MixedPrecisionPolicy() else Stack
     pair = _beside_fsdp2(lambda: make(1), factor, mesh=mesh_of(shape), mp_policy=policy)
@@ -316,7 +314,6 @@ def test_a_planned_schedule_holds_and_reduces_in_part(world_size: int) -> None:
 
 @on_ranks()
 def test_reshard_after_forward_can_be_changed_between_steps() -> None:
-    """Gathers of forward and backward after each change of `set_reshard_after_forward`."""
     pair = make_pair()
     gathers = []
     for frees, held in ((True, False), (False, False), (False, True)):
@@ -338,23 +335,14 @@ def test_reshard_after_forward_can_be_changed_between_steps() -> None:
 @on_ranks(world_size=lambda world_size: world_size)
 def test_a_hook_is_called_once_with_the_sum_of_held_and_new_gradients(world_size: int) -> None:
     pair = make_pair()
-    calls: list[object] = []
-
-    def average(state: object, gradient: torch.Tensor, output: torch.Tensor | None = None) -> None:
-        calls.append(state)
-        if output is None:
-            dist.all_reduce(gradient)
-        else:
-            dist.reduce_scatter_tensor(output, gradient)
-        (gradient if output is None else output).div_(world_size)
-
+    average = Averaging()
     register_comm_hook(pair.model, average)
     groups = sum(len(unit.groups) for unit in units(pair.model))
     for step in range(2):
         hold(pair)
-        assert len(calls) == step * groups
+        assert len(average.calls) == step * groups
         pair.backward()
-        assert len(calls) == (step + 1) * groups
+        assert len(average.calls) == (step + 1) * groups
         assert is_close(pair)
         pair.update()
 
@@ -362,7 +350,6 @@ def test_a_hook_is_called_once_with_the_sum_of_held_and_new_gradients(world_size
 @pytest.mark.long
 @on_ranks()
 def test_gradients_accumulate_where_parameters_travel_in_8_bits() -> None:
-    """The difference of unreduced gradients from those of one batch."""
     torch.manual_seed(0)
     model: Any = fully_shard(Stack(1), mp_policy=MixedPrecision(gather_dtype=torch.int8))
     compiled: Any = compile_eagerly(model)

@@ -37,26 +37,17 @@ TERMS = 4 * (WIDTH + 1)
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Options that meet.
+    """Options that meet."""
 
-    Attributes:
-        strategy: Of `STRATEGIES`.
-        hook: Averages the gradients, if given.
-        gather: Dtype of weights on the wire.
-        held: Whether the first of two micro-batches of a step is held back.
-        roundings: To bfloat16 on the way of a gradient: one to send it, one to add it to a held one, and three to add
-            up four ranks. Their average is a division by a power of two: exact.
-        shards: Into how many each parameter is cut.
-        backward_over: Ranks over which backward gathers.
-    """
-
-    strategy: str
-    hook: Callable[..., None] | None = None
-    gather: torch.dtype | str | None = None
-    held: bool = False
+    strategy: str  # of `STRATEGIES`
+    hook: Callable[..., None] | None = None  # averages the gradients, if given
+    gather: torch.dtype | str | None = None  # dtype of weights on the wire
+    held: bool = False  # whether the first of two micro-batches of a step is held back
+    # To bfloat16 on the way of a gradient: one to send it, one to add it to a held one, and three to add up
+    # four ranks. Their average is a division by a power of two: exact.
     roundings: int = 0
-    shards: int = 4
-    backward_over: int = 4
+    shards: int = 4  # into how many each parameter is cut
+    backward_over: int = 4  # ranks over which backward gathers
 
 
 class Wide(nn.Module):
@@ -122,7 +113,6 @@ def _bounds(case: Case, magnitude: list[torch.Tensor]) -> list[torch.Tensor]:
 @long.parametrize("name", CASES, always=["kept parts, compressed, held"])
 @on_ranks(world_size=4)
 def test_together_they_equal_one_process(name: str) -> None:
-    """Two steps of two micro-batches."""
     case = CASES[name]
     model, reference = _prepared(case), made(Wide)
     compiled = compile_eagerly(model)
@@ -168,7 +158,6 @@ CASES_too: dict[str, tuple[str, str, dict[str, Any]]] = {
 @pytest.mark.parametrize("strategy", ["full", "hybrid"])
 @on_ranks(world_size=4)
 def test_offloaded_gradients_that_are_held_back_equal_one_process(strategy: str) -> None:
-    """Two backwards of which the first is held back, or not averaged over replicas."""
     with delayed_copies() as copied:
         shard = functools.partial(fully_shard, **STRATEGIES[strategy](), offload_policy=ON_SUCH_A_HOST)
         pair = WithOneProcess(lambda: Stack(1), shard=shard, shape=32, rows=4, twice=False)

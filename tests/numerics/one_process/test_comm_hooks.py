@@ -21,25 +21,7 @@ from tests.models.kinds import WIDTH, Slim, Stack
 from tests.numerics.one_process.measure import Differences, OneOfTwo, batches, train_pair
 from tests.numerics.one_process.test_mixed_precision import BF16, ByHand, train_both
 from tests.ranks import on_ranks
-from tests.two_sides import MIXED, close, compile_eagerly, loss_of, made, mesh_of, whole
-
-
-class Counts:
-    """A hook that averages as the default does, and notes what it is given."""
-
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self.calls: list[tuple[int, ...]] = []
-        self.group = group
-
-    def __call__(self, state: object, gradient: torch.Tensor, output: torch.Tensor | None = None) -> None:
-        assert state == "mine"
-        self.calls.append((gradient.numel(), -1 if output is None else output.numel()))
-        if output is None:
-            dist.all_reduce(gradient, group=self.group)
-            gradient /= dist.get_world_size(self.group)
-        else:
-            dist.reduce_scatter_tensor(output, gradient, group=self.group)
-            output /= dist.get_world_size(self.group)
+from tests.two_sides import MIXED, Averaging, close, compile_eagerly, loss_of, made, mesh_of, whole
 
 
 def _operators(model: nn.Module, role: Role) -> list[str]:
@@ -62,7 +44,7 @@ def test_a_hook_is_the_reduction_of_each_unit(strategy: ShardingStrategy, world_
     """Once per unit and step, the hook gets the whole flat gradient; replicas alone, and one rank, have no output."""
     hybrid = strategy is ShardingStrategy.HYBRID_SHARD
     mesh = mesh_of((2, 2) if hybrid else (world_size,))
-    hook = Counts(mesh.get_group(1) if hybrid else None)
+    hook = Averaging(mesh.get_group(1) if hybrid else None)
     models: list[nn.Module] = []
 
     def prepare(model: nn.Module) -> None:
@@ -75,7 +57,7 @@ def test_a_hook_is_the_reduction_of_each_unit(strategy: ShardingStrategy, world_
     operators = _operators(models[0], Role.REPLICATE if whole else Role.REDUCE)
     assert len(operators) == len(sizes)
     assert all(operator.startswith("fsdp_compile.hook") for operator in operators)
-    wanted = [(size, -1) if whole else (2 * size, size) for size in sizes]
+    wanted = [("mine", size, -1) if whole else ("mine", 2 * size, size) for size in sizes]
     assert sorted(hook.calls) == sorted(wanted * 2)
 
 
@@ -172,7 +154,7 @@ def test_a_state_of_ones_own_is_honoured() -> None:
 @on_ranks()
 def test_under_inductor() -> None:
     def prepare(model: nn.Module) -> None:
-        register_comm_hook(fully_shard(model), Counts(), "mine")
+        register_comm_hook(fully_shard(model), Averaging(), "mine")
 
     train_pair(Slim, lower="inductor", steps=2, prepare=prepare, within=Differences(1e-5, 1e-4, 0.02))
 

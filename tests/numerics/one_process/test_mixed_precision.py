@@ -193,7 +193,6 @@ EVALUATED: dict[str, tuple[Callable[[Any], Any], bool]] = {
 @long.parametrize("name", EVALUATED, always=["all, updated in backward"])
 @on_ranks()
 def test_gradients_accumulate_in_eval_mode_as_in_training(name: str) -> None:
-    """Updates under `no_sync`, and whether a gradient is in a parameter's `.grad` there, of training in eval mode."""
     evaluate, in_backward = EVALUATED[name]
     # Only reductions are in another dtype in eval mode.
     policy = MixedPrecision(reduce_dtype=torch.float64, full_precision_in_eval=True)
@@ -263,8 +262,6 @@ def test_low_precision_gradients_are_kept_if_asked() -> None:
 
 
 class _Looked(nn.Module):
-    """Has integers for input: nothing to cast."""
-
     def __init__(self) -> None:
         super().__init__()
         self.table, self.head = nn.Embedding(7, WIDTH), nn.Linear(WIDTH, 5)
@@ -286,6 +283,9 @@ def test_the_first_call_casts_as_those_after_it(make: type[nn.Module], policy: M
         compile_eagerly(made(make), mp_policy=policy),
         compile_eagerly(fully_shard(made(make), mp_policy=policy)),
     )
-    mine, theirs = ([call(batch).detach() for _ in range(2)] for call in calls)
+    mine, theirs = ([call(batch) for _ in range(2)] for call in calls)
     assert mine[0].dtype is (policy.output_dtype or BF16)
     torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+    for outputs in (mine, theirs):
+        torch.stack(outputs).sum().backward()
+    compare_gradients(*calls, (0.0, 0.0))

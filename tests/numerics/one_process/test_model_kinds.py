@@ -7,6 +7,7 @@ itself 2 % of the learning rate away from the exact update.
 
 from __future__ import annotations
 
+import functools
 from typing import Literal
 
 import pytest
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile import fully_shard
 from tests import long
+from tests.models import llama
 from tests.models.kinds import KINDS, Slim
 from tests.models.outlines import Small
 from tests.numerics.one_process.measure import Differences, batches, train_pair
@@ -63,30 +65,14 @@ def test_kind_through_inductor(name: str) -> None:
     train_pair(KINDS[name], lower="inductor", clip=0.5, within=Differences(1e-5, 1e-3, 0.02))
 
 
-def _llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=97,
-            hidden_size=64,
-            intermediate_size=172,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=64,
-        )
-    )
-
-
 @pytest.mark.long
 @pytest.mark.core
 @pytest.mark.inductor
 @pytest.mark.parametrize("optimizer_made", ["before", "after"])
 @on_ranks(timeout_s=500)
 def test_llama_trains_as_in_one_process(optimizer_made: Literal["before", "after"]) -> None:
-    """Differences of the losses, and of the parameters after three AdamW steps in units of the learning rate."""
-    model, reference = made(_llama), made(_llama).double()
+    make = functools.partial(llama.model, vocab_size=97, hidden_size=64, intermediate_size=172)
+    model, reference = made(make), made(make).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE) if optimizer_made == "before" else None
     compiled = torch.compile(model, backend="fsdp")
     reference_optimizer = torch.optim.AdamW(reference.parameters(), lr=RATE)
@@ -172,7 +158,6 @@ def test_batch_norm_keeps_each_ranks_own_statistics() -> None:
 
 @on_ranks()
 def test_a_part_runs_by_itself_and_loading_is_strict() -> None:
-    """A block of a sharded model is called without the model, and names that do not fit are refused on loading."""
     model, reference = fully_shard(made(Slim)), made(Slim)
     x = torch.randn(2, 32)
     torch.testing.assert_close(model.blocks[1](x), reference.blocks[1](x))

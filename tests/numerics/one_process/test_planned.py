@@ -267,7 +267,6 @@ def _shard(model: Any, fully_shard: Any = fsdp2, **options: Any) -> None:
 
 @on_ranks()
 def test_microbatches_keep_units_for_backward_alone_and_give_the_bits_of_fsdp2() -> None:
-    """Units that backward gathers again; two steps of three microbatches have FSDP2's bits."""
     pair = WithFsdp2(
         lambda: Slim(2),
         _shard,

@@ -249,8 +249,6 @@ def test_a_list_may_name_a_unit_that_shares_the_gather_of_one_before() -> None:
 
 
 class _Broken(StackOfThree):
-    """Two blocks in one graph, and one in the next."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.blocks[1](self.blocks[0](x))
         torch._dynamo.graph_break()

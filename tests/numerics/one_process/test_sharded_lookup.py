@@ -28,8 +28,6 @@ WIDTH = 16
 
 
 class Words(nn.Module):
-    """One table, which may be looked up twice, a layer, and a head."""
-
     def __init__(self, rows: int = 37, *, twice: bool = False, **settings: Any) -> None:
         super().__init__()
         self.twice = twice
@@ -46,30 +44,20 @@ class Words(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model, how it is sharded, and how a step is made.
+    """A model, how it is sharded, and how a step is made."""
 
-    Attributes:
-        settings: Of `Words`.
-        units: Names of modules that are a unit, before the rest; `None` leaves that to the automatic split.
-        arguments: Of `fully_shard`; without them and `units` it is left to the backend.
-        passes: Backward passes per step; all but the last hold their gradients.
-        in_backward: Whether the optimizer steps there.
-        frozen: Whether the table is.
-        dtype: Of the ids.
-        options: Of the compile.
-    """
-
-    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)  # of `Words`
+    # Names of modules that are a unit, before the rest; `None` leaves that to the automatic split.
     units: tuple[str, ...] | None = None
+    # Of `fully_shard`; without them and `units` it is left to the backend.
     arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
-    passes: int = 1
-    in_backward: bool = False
-    frozen: bool = False
-    dtype: torch.dtype = torch.int64
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    passes: int = 1  # backward passes per step; all but the last hold their gradients
+    in_backward: bool = False  # whether the optimizer steps there
+    frozen: bool = False  # whether the table is
+    dtype: torch.dtype = torch.int64  # of the ids
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the compile
 
     def made(self) -> Words:
-        """The model, sharded."""
         model: Words = made(lambda: Words(**self.settings))
         model.table.requires_grad_(not self.frozen)
         arguments = {name: value() if name == "mesh" else value for name, value in self.arguments.items()}
@@ -138,7 +126,6 @@ def _trained(case: Case, embedding: str) -> list[torch.Tensor]:
 @long.parametrize("name", CASES, always=["padding", "by-hand"])
 @on_ranks()
 def test_two_ranks_train_to_the_bits_of_gathered_tables(name: str) -> None:
-    """Whether every bit of a case is."""
     case = CASES[name]
     pairs = zip(_trained(case, "gathered"), _trained(case, "sharded"), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
@@ -147,7 +134,6 @@ def test_two_ranks_train_to_the_bits_of_gathered_tables(name: str) -> None:
 @pytest.mark.long
 @on_ranks()
 def test_budgets_change_no_bit_where_the_root_has_the_table() -> None:
-    """Whether the least budget that an error names, and a larger one, change no bit."""
     too_small = Case(units=BY_HAND, options={"memory_budget_gb": 1e-9})
     with pytest.raises(Exception, match="do not hold") as caught:
         _trained(too_small, "sharded")
@@ -244,8 +230,6 @@ def test_a_plan_of_another_world_has_the_exchange() -> None:
 
 
 class Tied(Words):
-    """The head is the table."""
-
     def __init__(self) -> None:
         super().__init__()
         self.head.weight = self.table.weight

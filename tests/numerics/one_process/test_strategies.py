@@ -53,7 +53,6 @@ KINDS = ("one batch", "no_sync", "sharded")
 
 
 def _step(pair: WithOneProcess, kind: str, placements: tuple[Placement, ...]) -> Differences:
-    """One step of AdamW on everything that all ranks see in it."""
     found, parts = Differences(), 1 if kind == "one batch" else 2
     for part in range(parts):
         with no_sync(pair.model) if kind == "no_sync" and part == 0 else contextlib.nullcontext():

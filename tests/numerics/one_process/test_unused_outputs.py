@@ -34,8 +34,6 @@ Outputs = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class Heads(nn.Module):
-    """A trunk and two heads, each of which may be left out."""
-
     def __init__(self) -> None:
         super().__init__()
         self.trunk, self.left, self.right = nn.Linear(6, 8), nn.Linear(8, 6), nn.Linear(8, 3)
@@ -50,7 +48,6 @@ def _loss(*outputs: torch.Tensor | None) -> torch.Tensor:
 
 
 def _of(used: slice) -> Loss:
-    """The loss of some outputs."""
     return lambda call, batch: _loss(*call(batch)[used])
 
 
@@ -165,8 +162,6 @@ def test_what_no_rank_used_in_a_step_may_be_used_by_one_in_the_next() -> None:
 
 
 class ThreeHeads(Heads):
-    """A third head."""
-
     def __init__(self) -> None:
         super().__init__()
         self.middle = nn.Linear(8, 5)
@@ -221,8 +216,6 @@ def _before(weight: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 
 class PassesOn(Heads):
-    """Returns a view of its input, too."""
-
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
         hidden = torch.tanh(self.trunk(x))
         return x.view(-1), self.left(hidden), self.right(hidden)
@@ -298,8 +291,6 @@ def test_replicas_that_accumulate_fewer_microbatches_than_others() -> None:
 
 
 class TwoInputs(nn.Module):
-    """Two layers, each with an input of its own."""
-
     def __init__(self) -> None:
         super().__init__()
         self.left, self.right = nn.Linear(6, 6), nn.Linear(6, 3)
@@ -355,8 +346,6 @@ def test_ranks_that_use_one_output_each_get_the_gradients_of_all(shard: Callable
 
 
 class _Expert(Heads):
-    """Heads behind an expert that is on another mesh."""
-
     def __init__(self) -> None:
         super().__init__()
         self.expert = nn.Linear(8, 8)
