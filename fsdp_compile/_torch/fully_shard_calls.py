@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp.wrap import _recursive_wrap as recursive_wrap
 
 from fsdp_compile._torch import fully_shard as fsdp2
 from fsdp_compile._torch.fully_shard_names import (

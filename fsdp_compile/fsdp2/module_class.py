@@ -35,8 +35,6 @@ LAYOUTS = "_fsdp_layouts"
 """Attribute of a module: for parameters that are DTensors when they are gathered, their layout."""
 _BASE = "_fsdp_class"
 """Attribute of a class of ours: the user's."""
-deferred_units: set[int] = set()
-"""`id`s of units whose calls Dynamo watches, which those units keep: most loops over parameters find none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,7 +271,7 @@ def _named_parameters(
 ) -> Iterator[tuple[str, nn.Parameter]]:
     """`named_parameters()`, and with it `parameters()`: in a forward that is traced, the results of reads."""
     if not torch.compiler.is_compiling():
-        for module in self.modules() if deferred_units else ():
+        for module in self.modules():
             unit = module.__dict__.get(UNIT)
             if unit is not None:
                 _gather_deferred(unit, module)

@@ -111,7 +111,7 @@ class PendingGrads:
         known = self._sums.get(placement)
         if known is None:
             self._sums[placement] = _Sum(grad.to(self.dtype()), set(offsets))
-            self.group.unit.model.note_pending(self.group)
+            self.group.unit.model.pending.add(self.group)
             fsdp2.note_unreduced(self.group.of_torch)
         else:
             known.value = (known.value + grad).to(self.dtype())
