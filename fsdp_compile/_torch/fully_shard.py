@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch.fully_shard_names import (
@@ -32,6 +32,7 @@ from fsdp_compile._torch.fully_shard_names import (
     FSDPParamGroup,
     FSDPState,
     TrainingState,
+    _get_module_fsdp_state,
     _module_state_mapping,
 )
 from fsdp_compile._torch.fully_shard_params import TorchParam, end_unshard
@@ -42,13 +43,8 @@ PreHook = Callable[[nn.Module, Any, Any], Any]
 PostHook = Callable[[nn.Module, Any, Any], Any]
 
 
-def state_of(module: nn.Module) -> FSDPState | None:
-    """FSDP2's state of a module that its `fully_shard` was called on."""
-    try:
-        found = fully_shard.state(module)  # type: ignore[attr-defined]
-    except (AssertionError, ValueError, AttributeError):
-        return None
-    return found if isinstance(found, FSDPState) else None
+state_of = _get_module_fsdp_state
+"""FSDP2's state of a module that its `fully_shard` was called on; `None` for others."""
 
 
 def sharded_modules() -> list[nn.Module]:

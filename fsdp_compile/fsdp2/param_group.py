@@ -145,6 +145,11 @@ class ParamGroup:
         assert unit is not None
         return unit
 
+    @property
+    def number(self) -> int:
+        """Its place among the groups of the unit."""
+        return self.unit.groups.index(self)
+
     @staticmethod
     def of(flat: object) -> ParamGroup | None:
         """The group whose flat buffer a tensor is, under whatever identity."""

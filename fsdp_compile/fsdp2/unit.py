@@ -29,7 +29,7 @@ from fsdp_compile._torch import fully_shard_params as torch_params
 from fsdp_compile._torch.autograd import after_outermost_backward, backward_in_progress
 from fsdp_compile._torch.dynamo import call_of, is_on_stack, keep_sizes_fixed
 from fsdp_compile.errors import UnsupportedModelError
-from fsdp_compile.fsdp2.module_class import refresh_reads, set_flat
+from fsdp_compile.fsdp2.module_class import refresh_reads
 from fsdp_compile.fsdp2.param_group import ParamGroup
 from fsdp_compile.fsdp2.pipeline import Pipeline
 from fsdp_compile.layout.spec import GradPlacement
@@ -378,7 +378,6 @@ class Unit:
                 self.refuse_partial_of_torch()
         for group in self.groups:
             if group.follow_parameters():
-                set_flat(group)
                 refresh_reads(group)
 
     def refuse_partial_of_torch(self) -> None:

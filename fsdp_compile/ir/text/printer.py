@@ -34,6 +34,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from fsdp_compile._torch.distributed import collectives
+from fsdp_compile._torch.tensors import make_contiguous_strides_for
 from fsdp_compile.ir.graph import DECLARING, Record, Role, StepGraph, record_of
 from fsdp_compile.ir.queries import GRADIENTS_OF_READS, TEXT_POSITION, read_text
 from fsdp_compile.layout.spec import UnshardSpec
@@ -120,7 +121,7 @@ def spell_type(value: Any, device: str) -> str:  # noqa: PLR0911  one line per k
         case torch.Tensor():
             text = f"{_dtype(value.dtype)}[{_sizes(value.shape)}]"
             strides = _sizes(value.stride())
-            text += f" strides [{strides}]" * (strides != _sizes(_contiguous_strides(value.shape)))
+            text += f" strides [{strides}]" * (strides != _sizes(make_contiguous_strides_for(value.shape)))
             return text + f" on {value.device.type}" * (value.device.type != device)
         case torch.SymInt():
             return _value(value)
@@ -147,15 +148,6 @@ def _dtype(dtype: torch.dtype) -> str:
 
 def _sizes(sizes: tuple[Size, ...] | list[Size]) -> str:
     return ", ".join(str(size.node.expr) if isinstance(size, torch.SymInt) else str(size) for size in sizes)
-
-
-def _contiguous_strides(shape: torch.Size) -> list[Size]:
-    strides: list[Size] = []
-    step: Size = 1
-    for size in reversed(shape):
-        strides.insert(0, step)
-        step = step * torch.sym_max(size, 1)
-    return strides
 
 
 def _symbols(step: StepGraph) -> list[str]:
