@@ -130,8 +130,8 @@ def _give_classes(model: Model) -> None:
     classes: dict[Unit, list[tuple[nn.Module, type, type]]] = {unit: [] for unit in model.units}
     # Inner units come after those around them.
     around = {m: unit for unit in model.units for module in fsdp2.modules_of(unit.state) for m in module.modules()}
-    marks = {module: fsdp2.take_marks(module) for module in model.root.modules()}
-    for module in marks:
+    for module in model.root.modules():
+        fsdp2.take_marks(module)
         own = sorted(reads.get(module, ()), key=lambda read: read[0])
         layouts = {name: param.layout for name, _, param in own if param.layout is not None}
         if layouts:

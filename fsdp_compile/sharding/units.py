@@ -8,6 +8,7 @@ the two ends of a model are used at opposite ends of a step. The rest, norms mos
 from __future__ import annotations
 
 import dataclasses
+import graphlib
 import itertools
 from collections import Counter
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
@@ -145,18 +146,15 @@ def _joined(units: list[Unit], parts: list[Unit], name: str) -> list[Unit]:
 
 def _innermost_first(units: Sequence[Unit]) -> list[Unit]:
     parts = {unit: {below for module in unit.modules for below in module.modules()} for unit in units}
-    left, ordered = list(units), []
-    while left:
-        free = [u for u in left if not any(v is not u and any(m in parts[u] for m in v.modules) for v in left)]
-        if not free:
-            raise UnsupportedModelError(
-                "units that share parameters are inside of each other",
-                where=", ".join(type(module).__name__ for unit in left for module in unit.modules),
-                instead="another auto_wrap_policy, or calls of fully_shard() on lists of modules",
-            )
-        ordered.extend(free)
-        left = [unit for unit in left if unit not in free]
-    return ordered
+    inside = {u: [v for v in units if v is not u and not parts[u].isdisjoint(v.modules)] for u in units}
+    try:
+        return list(graphlib.TopologicalSorter(inside).static_order())
+    except graphlib.CycleError as error:
+        raise UnsupportedModelError(
+            "units that share parameters are inside of each other",
+            where=", ".join(type(module).__name__ for unit in error.args[1] for module in unit.modules),
+            instead="another auto_wrap_policy, or calls of fully_shard() on lists of modules",
+        ) from error
 
 
 def torch_precision(unit: Unit, call: UnitPolicy, *, is_split: bool) -> MixedPrecisionPolicy:
