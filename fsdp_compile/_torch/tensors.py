@@ -13,6 +13,7 @@ from torch._prims_common import make_contiguous_strides_for
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils._dtype_abbrs import dtype_abbrs
 from torch.utils._pytree import tree_leaves, tree_map
 
 OpOverload = torch._ops.OpOverload
