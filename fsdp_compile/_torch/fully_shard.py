@@ -23,11 +23,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch.fully_shard_params import TorchParam, end_unshard
@@ -40,8 +40,13 @@ PreHook = Callable[[nn.Module, Any, Any], Any]
 PostHook = Callable[[nn.Module, Any, Any], Any]
 
 
-state_of = _get_module_fsdp_state
-"""FSDP2's state of a module that its `fully_shard` was called on; `None` for others."""
+def state_of(module: nn.Module) -> FSDPState | None:
+    """FSDP2's state of a module that its `fully_shard` was called on; not that of `replicate_with_fsdp`."""
+    try:
+        found = fully_shard.state(module)  # type: ignore[attr-defined]
+    except (AssertionError, ValueError, AttributeError):
+        return None
+    return found if isinstance(found, FSDPState) else None
 
 
 def sharded_modules() -> list[nn.Module]:

@@ -28,7 +28,7 @@ from fsdp_compile._torch.dynamo import (
 )
 from fsdp_compile.fsdp2 import kernels  # noqa: F401  reads of a model that was taken over need their derivatives
 from fsdp_compile.fsdp2.buffers import originals_in_eval
-from fsdp_compile.fsdp2.module_class import LAYOUTS, UNIT, ParamRead, class_of, original_class, refresh_reads
+from fsdp_compile.fsdp2.module_class import FLAT, LAYOUTS, UNIT, ParamRead, class_of, original_class, refresh_reads
 from fsdp_compile.fsdp2.param_group import Param, ParamGroup
 from fsdp_compile.fsdp2.pipeline import Pipeline
 from fsdp_compile.fsdp2.shards import give_storages, unwrap
@@ -164,6 +164,8 @@ def _follow_conversions(model: Model) -> None:
         titles = {id(module): name for name, module in model.root.named_modules()}
         for module in model.root.modules():
             fsdp2.set_class(module, original_class(module))
+            for name in [name for name in vars(module) if name.startswith(FLAT)]:
+                del vars(module)[name]  # it may be of a group that there is no more
         for unit in converted:
             unit.remake_groups(titles)
         _give_classes(model)
