@@ -443,7 +443,8 @@ def test_a_conversion_leaves_no_buffer_of_a_group_that_is_gone() -> None:
     with fake_world(2):
         model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).requires_grad_(requires_grad=False)
         model[1].requires_grad_()
-        compiled = compile_eagerly(fully_shard(nn.Sequential(model)))
+        fully_shard(model)
+        compiled = compile_eagerly(model)
         compiled(torch.ones(2, 4))
         model.requires_grad_().double()
         compiled(torch.ones(2, 4).double())
