@@ -55,7 +55,7 @@ SHARED_BY_A_PROCESS = {
     "fsdp2/accumulation.py": {"_plain_inside"},  # a plain model has no state of its own yet
     "fsdp2/buffers.py": {"read_in_eval"},  # graphs do not tell whose buffers they read
     "fsdp2/edge.py": {"_produced"},  # a backward of autograd is the process's
-    "fsdp2/module_class.py": {"_classes", "deferred_units"},  # a cache: the same class for the same reads; what is open
+    "fsdp2/module_class.py": {"_classes"},  # a cache: the same class for the same reads
     "fsdp2/param_group.py": {"_by_address"},  # compiled code sees tensors under other identities
     "fsdp2/take_over.py": {"_backends", "_models", "_watched"},  # Dynamo watches compiles of the process
     "ops/comm_hook.py": {"_registered"},  # graphs name hooks

@@ -5,7 +5,8 @@
     FSDPParam            one parameter: its DTensor, its shard, and the modules that register it
 
 Everything that this package reads or changes of these objects it does here, in `fully_shard_params.py` (parameters)
-and in `fully_shard_calls.py` (calls of `fully_shard`); `fully_shard_names.py` lists the names.
+and in `fully_shard_calls.py` (calls of `fully_shard`). `tests/_torch/test_fully_shard_names.py` lists the attributes
+that these files use: what to read again for a new torch.
 """
 
 from __future__ import annotations
@@ -20,22 +21,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile._torch.fully_shard_names import (
-    MANAGED,
-    ORIGINAL_PARAMS,
-    DefaultAllGather,
-    DefaultReduceScatter,
-    FSDPParamGroup,
-    FSDPState,
-    TrainingState,
-    _module_state_mapping,
-)
 from fsdp_compile._torch.fully_shard_params import TorchParam, end_unshard
 
+MANAGED = "_is_fsdp_managed_module"
+"""FSDP2's mark on each module of a sharded model; Dynamo guards marked modules in a way of its own."""
 TorchGroup = Any
 """A `FSDPParamGroup` of torch."""
 PreHook = Callable[[nn.Module, Any, Any], Any]
@@ -43,7 +41,7 @@ PostHook = Callable[[nn.Module, Any, Any], Any]
 
 
 def state_of(module: nn.Module) -> FSDPState | None:
-    """FSDP2's state of a module that its `fully_shard` was called on."""
+    """FSDP2's state of a module that its `fully_shard` was called on; not that of `replicate_with_fsdp`."""
     try:
         found = fully_shard.state(module)  # type: ignore[attr-defined]
     except (AssertionError, ValueError, AttributeError):
@@ -174,12 +172,10 @@ def replace_hooks(state: FSDPState, pre: Callable[[PreHook], PreHook], post: Cal
             every.update({key: replaced(hook) for key, hook in every.items() if key in ids})
 
 
-def take_marks(module: nn.Module) -> bool:
-    """Removes FSDP2's marks for Dynamo from a module; returns whether there were any."""
-    marked = MANAGED in module.__dict__
-    for name in (MANAGED, ORIGINAL_PARAMS):
+def take_marks(module: nn.Module) -> None:
+    """Removes FSDP2's marks for Dynamo from a module."""
+    for name in (MANAGED, "_fsdp_use_orig_params"):
         module.__dict__.pop(name, None)
-    return marked
 
 
 def set_class(module: nn.Module, made: type) -> None:

@@ -9,18 +9,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_init, _fully_shard
+from torch.distributed.fsdp.wrap import _recursive_wrap as recursive_wrap
 
 from fsdp_compile._torch import fully_shard as fsdp2
-from fsdp_compile._torch.fully_shard_names import (
-    REGISTRY_KEY,
-    STATE_KEY,
-    _fsdp_common,
-    _fsdp_init,
-    _fully_shard,
-    _module_state_mapping,
-)
 
 _APPLIED: Any = inspect.unwrap(fully_shard)
 """What torch keeps the state of a call of its `fully_shard` under."""

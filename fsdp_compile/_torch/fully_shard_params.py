@@ -8,9 +8,8 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.nn.utils import parametrize
-
-from fsdp_compile._torch.fully_shard_names import FSDPParam
 
 TorchParam = Any
 """A `FSDPParam` of torch."""

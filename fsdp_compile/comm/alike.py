@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -47,15 +45,9 @@ def require(
         RankMismatchError: On all ranks, if some rank has other names or texts; a rank names those in which it differs
             from the first one. `what` the texts are about, `where` the call is and what to do `instead` are its own.
     """
-    text = json.dumps(described, sort_keys=True)
-    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")  # its negative fits into an int64, too
-    # One reduction finds the largest and the smallest.
-    bounds = torch.tensor([number, -number], device=device)
-    for group in groups:
-        dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
-    if bounds[0].item() == -bounds[1].item():
-        return
     first = of_first(described, groups, device)
+    if not is_any(first != described, groups, device):
+        return
     differ = [name for name in sorted({*first, *described}) if first.get(name) != described.get(name)]
     shown = "; ".join(
         f"{name} is {described.get(name, 'missing')}, and on the first rank {first.get(name, 'missing')}"

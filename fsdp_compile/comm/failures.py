@@ -23,10 +23,10 @@ import threading
 import time
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -61,41 +61,25 @@ class AnsweringStore:
         self._store = store
         self._seconds = seconds
 
-    def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys are there."""
-        return self._ask(lambda: self._store.check(list(keys)))
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """A method of the store."""
+        return functools.partial(self._ask, getattr(self._store, name))
 
-    def get(self, key: str) -> bytes:
-        """The value of a key; waits for it."""
-        return self._ask(lambda: self._store.get(key))
-
-    def set(self, key: str, value: str) -> None:
-        """Writes a key."""
-        self._ask(lambda: self._store.set(key, value))
-
-    def add(self, key: str, amount: int) -> int:
-        """Adds to a number, which begins at 0, and returns the sum."""
-        return self._ask(lambda: self._store.add(key, amount))
-
-    def delete_key(self, key: str) -> bool:
-        """Deletes a key; returns whether it was there."""
-        return self._ask(lambda: self._store.delete_key(key))
-
-    def missing(self, keys: Sequence[str]) -> list[str]:
+    def missing(self, keys: list[str]) -> list[str]:
         """Those keys that are not there: halves what is not all there, so that few of many take few requests."""
         if not keys or self.check(keys):
             return []
         if len(keys) == 1:
-            return list(keys)
+            return keys
         middle = len(keys) // 2
         return [*self.missing(keys[:middle]), *self.missing(keys[middle:])]
 
-    def _ask(self, operation: Callable[[], T]) -> T:
+    def _ask(self, method: Callable[..., T], *arguments: Any) -> T:
         answer: Future[T] = Future()
 
         def run() -> None:
             try:
-                answer.set_result(operation())
+                answer.set_result(method(*arguments))
             except BaseException as error:
                 answer.set_exception(error)
 

@@ -202,22 +202,16 @@ class Traced:
 
 
 def _laid_out(specs: Mapping[str, UnshardSpec], stored: torch.dtype, sharding: Sharding) -> dict[str, UnshardSpec]:
-    """The reads of a flat parameter, in the order of registration, if it is sharded so; by offset."""
-    named = list(specs.items())
-    _, first = named[0]
-    planned = flat_layout.plan_layout(
-        [flat_layout.ParameterShape(spec.shape, spec.dim) for _, spec in named],
-        size=sharding.ranks,
+    """The reads of a flat parameter, in the order of registration, if it is sharded so."""
+    first = next(iter(specs.values()))
+    places = flat_layout.plan_layout(
+        [flat_layout.shard_numel(spec.shape, spec.dim, sharding.ranks) for spec in specs.values()],
         stored=stored,
         sent=first.param_dtype,
         reduced=first.reduce_dtype,
         per_byte=FORMATS[sharding.gather_format].per_byte if sharding.gather_format else 0,
     )
-    found: dict[str, UnshardSpec] = {}
-    for place in planned.slots:
-        name, spec = named[place.index]
-        found[name] = sharding.of(spec, place.offset, place.extent, stored)
-    return found
+    return {name: sharding.of(specs[name], *place, stored) for name, place in zip(specs, places, strict=True)}
 
 
 def _resized(unit: UnitData, sharding: Sharding) -> UnitData:

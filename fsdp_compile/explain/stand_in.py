@@ -30,7 +30,7 @@ from fsdp_compile.config.choices import check_world_size
 from fsdp_compile.config.policy import AnyOffloadPolicy, as_offload
 from fsdp_compile.cost.sizes import concrete
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
-from fsdp_compile.fsdp2.module_class import refresh_reads, set_flat, user_class
+from fsdp_compile.fsdp2.module_class import refresh_reads, user_class
 from fsdp_compile.fsdp2.take_over import take_over
 from fsdp_compile.fsdp2.unit import Model
 from fsdp_compile.fsdp2.updates import update_as
@@ -111,7 +111,6 @@ def shard_stand_in(model: nn.Module, *, offload_policy: AnyOffloadPolicy = None,
         if offloads(group.of_torch):
             for param in group.params:
                 param.spec = dataclasses.replace(param.spec, compute="cpu")
-        set_flat(group)
         refresh_reads(group)
     for unit in taken.units:
         unit.pre_hook = _refuse_to_gather(unit.title)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from fsdp_compile.fsdp2.unit import Unit
 
 FLAT = "_fsdp_flat_"
-"""Start of the attributes of a module that are the flat tensors it reads from, each once."""
+"""Start of the attributes of a module that are the flat tensors it reads from: with the number of a group."""
 UNIT = "_fsdp_unit"
 """Attribute of a module: the unit that its parameters are in."""
 ARGUMENTS = "_fsdp_arguments"
@@ -35,8 +35,6 @@ LAYOUTS = "_fsdp_layouts"
 """Attribute of a module: for parameters that are DTensors when they are gathered, their layout."""
 _BASE = "_fsdp_class"
 """Attribute of a class of ours: the user's."""
-deferred_units: set[int] = set()
-"""`id`s of units whose calls Dynamo watches, which those units keep: most loops over parameters find none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +43,7 @@ class ParamRead:
 
     Attributes:
         name: Its attribute.
-        flat: Number of the flat tensor among those of a module.
+        flat: Number of its group.
         text: Of its `UnshardSpec`.
         is_dtensor: Whether the gathered parameter is a DTensor over further ranks.
         eval_text: The text in eval mode, if that is another one.
@@ -82,20 +80,11 @@ def user_class(module: nn.Module) -> type:
     return class_below(original_class(module))
 
 
-def set_flat(group: ParamGroup) -> None:
-    """Gives each module that reads from a group its flat tensor."""
-    for module in {module: None for param in group.params for module, _ in param.refs}:
-        groups = dict.fromkeys(g for g in group.unit.groups if any(m is module for p in g.params for m, _ in p.refs))
-        for number, each in enumerate(groups):
-            # `nn.Module.__setattr__` would register it.
-            object.__setattr__(module, f"{FLAT}{number}", each.edge)
-
-
 def refresh_reads(group: ParamGroup) -> None:
-    """Sets the arguments with which the next graphs read the parameters of a group.
+    """Sets the flat tensor and the arguments with which the next graphs read the parameters of a group.
 
-    By default none. Dynamo guards on texts and on which tensors there are: graphs for unreduced gradients differ from
-    those that reduce them, and from those that have never seen any pending.
+    By default no arguments. Dynamo guards on texts and on which tensors there are: graphs for unreduced gradients
+    differ from those that reduce them, and from those that have never seen any pending.
     """
     # A frozen group has no gradients of its own, but may have some that wait since before.
     placement = group.grad_placement() if group.is_trainable else GradPlacement.REDUCED
@@ -124,6 +113,8 @@ def refresh_reads(group: ParamGroup) -> None:
                 **dict(zip((name, _name_in_eval(name)), arguments, strict=False)),
             }
             present = {n: a for n, a in every.items() if a is not None}
+            # `nn.Module.__setattr__` would register the tensor.
+            object.__setattr__(module, f"{FLAT}{group.number}", group.edge)
             if present:
                 object.__setattr__(module, ARGUMENTS, present)
             else:
@@ -273,7 +264,7 @@ def _named_parameters(
 ) -> Iterator[tuple[str, nn.Parameter]]:
     """`named_parameters()`, and with it `parameters()`: in a forward that is traced, the results of reads."""
     if not torch.compiler.is_compiling():
-        for module in self.modules() if deferred_units else ():
+        for module in self.modules():
             unit = module.__dict__.get(UNIT)
             if unit is not None:
                 _gather_deferred(unit, module)

@@ -30,7 +30,7 @@ from fsdp_compile.fsdp2 import edge
 from fsdp_compile.fsdp2.module_class import parametrized_late
 from fsdp_compile.fsdp2.pending import PendingGrads
 from fsdp_compile.fsdp2.updates import Updates
-from fsdp_compile.layout.flat_layout import ParameterShape, is_large, plan_layout
+from fsdp_compile.layout.flat_layout import is_large, plan_layout, shard_numel
 from fsdp_compile.layout.spec import GradPlacement, Reshard, UnshardSpec, Update
 from fsdp_compile.layout.wire_formats import ASKED, WireFormat
 from fsdp_compile.ops.comm_hook import Registered
@@ -110,11 +110,12 @@ class ParamGroup:
         stored = torch_params.sharded_param(members[0]).dtype
         self._members = members
         common = self._common_spec(self.updates.wanted(map(torch_params.sharded_param, members)))
-        shapes = [ParameterShape(torch_params.shape_of(p), torch_params.shard_dim(p)) for p in members]
+        forms: list[dict[str, Any]] = [
+            {"shape": torch_params.shape_of(p), "dim": torch_params.shard_dim(p)} for p in members
+        ]
         wire = self._wire_format(stored)
-        layout = plan_layout(
-            shapes,
-            size=self.size,
+        places = plan_layout(
+            [shard_numel(**form, size=self.size) for form in forms],
             stored=stored,
             sent=common.param_dtype,
             reduced=common.reduce_dtype,
@@ -122,23 +123,15 @@ class ParamGroup:
         )
         device = torch_params.shard_data(members[0]).device
         pins = torch_params.pins_memory(members[0]) and device.type != "meta"
-        flat = torch.zeros(layout.numel, dtype=stored, device=device)
+        flat = torch.zeros(max(map(sum, places)), dtype=stored, device=device)
         self.flat = flat.pin_memory() if pins else flat
-        found: list[Param | None] = [None] * len(members)
-        for slot in layout.slots:
-            each = members[slot.index]
-            place = dataclasses.replace(
-                common,
-                offset=slot.offset,
-                extent=slot.extent,
-                shape=torch_params.shape_of(each),
-                dim=torch_params.shard_dim(each),
-            )
+        self.params: list[Param] = []
+        for each, form, (offset, extent) in zip(members, forms, places, strict=True):
+            spec = dataclasses.replace(common, offset=offset, extent=extent, **form)
             # Its module may have the gathered parameter registered.
             module, attribute = torch_params.refs_of(each)[0]
             name = f"{titles.get(id(module), '')}.{attribute}".removeprefix(".")
-            found[slot.index] = self._move_in(each, name, self._in_format(place))
-        self.params = [p for p in found if p is not None]
+            self.params.append(self._move_in(each, name, self._in_format(spec)))
         self.pending = PendingGrads(self)
         self.gathered: dict[int, torch.Tensor] = {}
         self.edge = self.flat
@@ -151,6 +144,11 @@ class ParamGroup:
         unit = self._unit()
         assert unit is not None
         return unit
+
+    @property
+    def number(self) -> int:
+        """Its place among the groups of the unit."""
+        return self.unit.groups.index(self)
 
     @staticmethod
     def of(flat: object) -> ParamGroup | None:

@@ -111,7 +111,7 @@ class PendingGrads:
         known = self._sums.get(placement)
         if known is None:
             self._sums[placement] = _Sum(grad.to(self.dtype()), set(offsets))
-            self.group.unit.model.note_pending(self.group)
+            self.group.unit.model.pending.add(self.group)
             fsdp2.note_unreduced(self.group.of_torch)
         else:
             known.value = (known.value + grad).to(self.dtype())
@@ -151,8 +151,9 @@ class PendingGrads:
         unreduced = self._sums.pop(GradPlacement.UNREDUCED, None)
         if unreduced is not None:
             for param in group.params_at(unreduced.offsets):
-                message = self._rows(unreduced.value, param).to(param.spec.reduce_dtype).reshape(-1)
-                self._add_in_slot(GradPlacement.REDUCE_SCATTERED, param, sum_over_shards(message, param.spec))
+                rows = self._slot(unreduced.value, GradPlacement.UNREDUCED, param).to(param.spec.reduce_dtype)
+                summed = sum_over_shards(rows.reshape(-1), param.spec)
+                self._add_in_slot(GradPlacement.REDUCE_SCATTERED, param, summed)
         if placement is not GradPlacement.REDUCED:
             return
         scattered = self._sums.pop(GradPlacement.REDUCE_SCATTERED, None)
@@ -173,7 +174,7 @@ class PendingGrads:
         unreduced = self._sums.pop(GradPlacement.UNREDUCED, None)
         if unreduced is not None:
             for param in self.group.params_at(unreduced.offsets):
-                rows = self._rows(unreduced.value, param).reshape(-1)
+                rows = self._slot(unreduced.value, GradPlacement.UNREDUCED, param).reshape(-1)
                 full = full_parameter(EAGER, rows, param.spec, start=0, span=param.spec.extent)
                 # FSDP2 adds to it in place.
                 full = full.clone()
@@ -202,10 +203,6 @@ class PendingGrads:
             where=f"set_requires_all_reduce(False), unit {self.group.title}",
             instead="all microbatches of a step compiled, or none",
         )
-
-    def _rows(self, value: torch.Tensor, param: Param) -> torch.Tensor:
-        spec = param.spec
-        return value.view(self.group.size, -1)[:, spec.offset : spec.offset + spec.extent]
 
     def _add_in_slot(self, placement: GradPlacement, param: Param, rows: torch.Tensor) -> None:
         if placement not in self._sums:

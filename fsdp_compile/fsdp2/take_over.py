@@ -28,7 +28,7 @@ from fsdp_compile._torch.dynamo import (
 )
 from fsdp_compile.fsdp2 import kernels  # noqa: F401  reads of a model that was taken over need their derivatives
 from fsdp_compile.fsdp2.buffers import originals_in_eval
-from fsdp_compile.fsdp2.module_class import LAYOUTS, UNIT, ParamRead, class_of, original_class, refresh_reads, set_flat
+from fsdp_compile.fsdp2.module_class import FLAT, LAYOUTS, UNIT, ParamRead, class_of, original_class, refresh_reads
 from fsdp_compile.fsdp2.param_group import Param, ParamGroup
 from fsdp_compile.fsdp2.pipeline import Pipeline
 from fsdp_compile.fsdp2.shards import give_storages, unwrap
@@ -130,18 +130,15 @@ def _give_classes(model: Model) -> None:
     classes: dict[Unit, list[tuple[nn.Module, type, type]]] = {unit: [] for unit in model.units}
     # Inner units come after those around them.
     around = {m: unit for unit in model.units for module in fsdp2.modules_of(unit.state) for m in module.modules()}
-    marks = {module: fsdp2.take_marks(module) for module in model.root.modules()}
-    for module in marks:
+    for module in model.root.modules():
+        fsdp2.take_marks(module)
         own = sorted(reads.get(module, ()), key=lambda read: read[0])
-        number = {
-            group: i for i, group in enumerate(dict.fromkeys(g for g in model.groups if any(g is r[1] for r in own)))
-        }
         layouts = {name: param.layout for name, _, param in own if param.layout is not None}
         if layouts:
             object.__setattr__(module, LAYOUTS, layouts)
         plain = type(module)
         in_eval = {name: "" if (spec := group.eval_spec(param)) is None else spec.text for name, group, param in own}
-        reads_of = [ParamRead(n, number[g], p.spec.text, p.layout is not None, in_eval[n]) for n, g, p in own]
+        reads_of = [ParamRead(n, g.number, p.spec.text, p.layout is not None, in_eval[n]) for n, g, p in own]
         buffers = originals_in_eval(module)
         made = class_of(plain, reads_of, buffers)
         if own:
@@ -155,7 +152,6 @@ def _give_classes(model: Model) -> None:
     for unit, its in classes.items():
         unit.set_classes(its)
         for group in unit.groups:
-            set_flat(group)
             refresh_reads(group)
 
 
@@ -168,6 +164,8 @@ def _follow_conversions(model: Model) -> None:
         titles = {id(module): name for name, module in model.root.named_modules()}
         for module in model.root.modules():
             fsdp2.set_class(module, original_class(module))
+            for name in [name for name in vars(module) if name.startswith(FLAT)]:
+                del vars(module)[name]  # it may be of a group that there is no more
         for unit in converted:
             unit.remake_groups(titles)
         _give_classes(model)

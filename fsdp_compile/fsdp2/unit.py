@@ -29,7 +29,7 @@ from fsdp_compile._torch import fully_shard_params as torch_params
 from fsdp_compile._torch.autograd import after_outermost_backward, backward_in_progress
 from fsdp_compile._torch.dynamo import call_of, is_on_stack, keep_sizes_fixed
 from fsdp_compile.errors import UnsupportedModelError
-from fsdp_compile.fsdp2.module_class import deferred_units, refresh_reads, set_flat
+from fsdp_compile.fsdp2.module_class import refresh_reads
 from fsdp_compile.fsdp2.param_group import ParamGroup
 from fsdp_compile.fsdp2.pipeline import Pipeline
 from fsdp_compile.layout.spec import GradPlacement
@@ -51,6 +51,7 @@ class Model:
         units: In the order of FSDP2's states.
         followed_in: The call of a compiled root before which all units have followed their parameters.
         pipeline: Collectives that run between its graphs.
+        pending: Groups that have gradients which are not fully reduced.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -58,7 +59,7 @@ class Model:
         self.units: list[Unit] = []
         self.followed_in: FrameType | None = None
         self.pipeline = Pipeline()
-        self._pending: set[ParamGroup] = set()
+        self.pending: set[ParamGroup] = set()
         self._ends_with: set[int] = set()
 
     @property
@@ -78,18 +79,9 @@ class Model:
         """Whether the call of a compiled root runs, before which all units have followed their parameters."""
         return self.followed_in is not None and is_on_stack(self.followed_in)
 
-    @property
-    def has_pending(self) -> bool:
-        """Whether any group has gradients that are not fully reduced."""
-        return bool(self._pending)
-
-    def note_pending(self, group: ParamGroup) -> None:
-        """Records that a group has gradients that are not fully reduced."""
-        self._pending.add(group)
-
     def at_end_of_backward(self, task: int, group: ParamGroup) -> None:
         """When a backward that reduces ends: reduces gradients that are left of earlier ones."""
-        if (self._pending or group.ends_backward) and task not in self._ends_with:
+        if (self.pending or group.ends_backward) and task not in self._ends_with:
             self._ends_with.add(task)
             # A backward inside it makes gradients of a part of the model.
             after_outermost_backward(lambda: self._end_backward(task))
@@ -97,13 +89,13 @@ class Model:
     def _end_backward(self, task: int) -> None:
         self._ends_with.discard(task)
         for group in self.groups:  # in the order that all ranks have
-            if group in self._pending:
+            if group in self.pending:
                 if group.unit.only_hooks and group.pending:
                     group.of_torch.post_backward()  # the user's hook may reduce them
                 else:
                     group.pending.reduce_rest()
                 if not group.pending:
-                    self._pending.discard(group)
+                    self.pending.discard(group)
             if group.ends_backward:
                 group.end_backward()
 
@@ -233,13 +225,8 @@ class Unit:
 
     def defer(self, call: FrameType | None) -> None:
         """Begins a call that Dynamo watches: a graph gathers the unit, or the first read in Python does."""
-        self.gatherer = Gatherer.DEFERRED
-        self._set_call(call)
+        self.gatherer, self._call = Gatherer.DEFERRED, call
         self.follow()
-
-    def _set_call(self, call: FrameType | None) -> None:
-        self._call = call
-        (deferred_units.discard if call is None else deferred_units.add)(id(self))
 
     def continue_forward(self) -> None:
         """After the model was taken over in the middle of a forward: leaves a call that FSDP2 has begun to graphs."""
@@ -277,7 +264,7 @@ class Unit:
 
     def begin_hooks(self) -> None:
         """Makes FSDP2's hooks gather the unit from here on."""
-        self._set_call(None)
+        self._call = None
         self.follow(by_hooks=True)
         for group in self.groups:
             group.pending.refuse_partial()
@@ -325,16 +312,11 @@ class Unit:
             if not fsdp2.is_registered_by_torch(param.of_torch, value := module._parameters.get(name))
         ]
 
-    def gather_given(self) -> bool:
-        """Gathers the unit by FSDP2's hooks if `functional_call` has put values in the place of its parameters.
-
-        Graphs would ignore them. Returns whether it has.
-        """
-        if self.gatherer is Gatherer.HOOKS or self.only_hooks or not self.given_values():
-            return False
-        self.begin_hooks()
-        self.pre_forward(fsdp2.modules_of(self.state)[0], (), {})
-        return True
+    def gather_given(self) -> None:
+        """Gathers the unit by FSDP2's hooks if `functional_call` has put values in the place of its parameters."""
+        if self.gatherer is not Gatherer.HOOKS and not self.only_hooks and self.given_values():
+            self.begin_hooks()
+            self.pre_forward(fsdp2.modules_of(self.state)[0], (), {})
 
     def end_given(self, output: Any) -> Any:
         """Ends a forward of which only the beginning has run FSDP2's hooks, with the output of the outermost module."""
@@ -356,8 +338,7 @@ class Unit:
 
     def end_deferred(self) -> None:
         """Ends a call in which Python has read no parameter of the unit."""
-        self.gatherer = Gatherer.GRAPH
-        self._set_call(None)
+        self.gatherer, self._call = Gatherer.GRAPH, None
 
     @torch.compiler.disable
     def gather_late(self, module: nn.Module) -> None:
@@ -397,7 +378,6 @@ class Unit:
                 self.refuse_partial_of_torch()
         for group in self.groups:
             if group.follow_parameters():
-                set_flat(group)
                 refresh_reads(group)
 
     def refuse_partial_of_torch(self) -> None:

@@ -14,7 +14,7 @@ import functools
 import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from itertools import pairwise
-from operator import getitem
+from operator import attrgetter, getitem
 from types import BuiltinFunctionType
 from typing import Any
 
@@ -244,10 +244,7 @@ def functions_of(call: fx.Node) -> list[fx.Node]:
 
 def attribute(node: fx.Node) -> Any:
     """The value of a `get_attr` node."""
-    value: Any = node.graph.owning_module
-    for name in str(node.target).split("."):
-        value = getattr(value, name)
-    return value
+    return attrgetter(str(node.target))(node.graph.owning_module)
 
 
 def function_at(node: fx.Node) -> fx.GraphModule:

@@ -8,7 +8,6 @@ have padding; rows are divided as by `torch.chunk`, as DTensor's `Shard` does.
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import math
 from collections.abc import Sequence
@@ -31,37 +30,6 @@ class ReduceLayout(enum.StrEnum):
     """As FSDP2 does: one message, every parameter in the order of registration, without alignment."""
 
 
-@dataclasses.dataclass(frozen=True)
-class ParameterShape:
-    """The full shape of one parameter, and the dimension to shard: `None` for a single number, or a pair."""
-
-    shape: tuple[int, ...]
-    dim: int | None
-
-
-@dataclasses.dataclass(frozen=True)
-class Slot:
-    """One parameter's place in its flat parameter; all numbers in elements of the flat parameter.
-
-    Attributes:
-        index: Position of the parameter in the list that was planned.
-        offset: First element.
-        extent: Elements up to the next slot, padding included.
-    """
-
-    index: int
-    offset: int
-    extent: int
-
-
-@dataclasses.dataclass(frozen=True)
-class FlatLayout:
-    """Slots of one flat parameter in the order of their offsets, and its size in elements (the same on every rank)."""
-
-    slots: tuple[Slot, ...]
-    numel: int
-
-
 def shard_numel(shape: tuple[int, ...], dim: int | None, size: int) -> int:
     """Elements of a parameter on each rank, row padding included."""
     if dim is None:
@@ -76,32 +44,31 @@ def is_large(shape: tuple[int, ...], dim: int | None, size: int, stored: torch.d
 
 
 def plan_layout(
-    parameters: Sequence[ParameterShape],
+    numels: Sequence[int],
     *,
-    size: int,
     stored: torch.dtype,
     sent: torch.dtype,
     reduced: torch.dtype | None = None,
     per_byte: int = 0,
-) -> FlatLayout:
+) -> list[tuple[int, int]]:
     """Lays parameters out one after the other: small ones first, so that they are sent as one packed piece.
 
     Args:
-        parameters: In the module's registration order, which stays among small and among large ones.
-        size: Ranks in the shard group.
+        numels: Their elements on each rank, in the module's registration order, which stays among small and among large
+            ones.
         stored: Dtype of the flat parameter.
         sent: Dtype of all-gathers, which may be narrower.
         reduced: Dtype of reductions; by default `sent`.
         per_byte: Elements that are sent in a byte, if large parameters are sent in a `WireFormat`.
+
+    Returns:
+        For each parameter its first element in the flat parameter, and its elements there, padding included.
     """
     narrowest = min(AUTOCAST_BYTES, *(dtype.itemsize for dtype in (stored, sent, reduced or sent)))
     step = ALIGNMENT_BYTES * per_byte or ALIGNMENT_BYTES // narrowest  # of which slots are a multiple
-    numels = [shard_numel(p.shape, p.dim, size) for p in parameters]
-    order = sorted(range(len(parameters)), key=lambda i: numels[i] * stored.itemsize >= LARGE_BYTES)
-    slots = []
-    offset = 0
-    for index in order:
+    places, offset = [(0, 0)] * len(numels), 0
+    for index in sorted(range(len(numels)), key=lambda i: numels[i] * stored.itemsize >= LARGE_BYTES):
         extent = -(-max(numels[index], 1) // step) * step  # never 0: a slot is known by its offset
-        slots.append(Slot(index, offset, extent))
+        places[index] = offset, extent
         offset += extent
-    return FlatLayout(tuple(slots), max(offset, step))  # never 0: a flat parameter is known by its address
+    return places

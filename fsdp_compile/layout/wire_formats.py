@@ -212,21 +212,18 @@ class _FourBits(WireFormat):
         return b.call(aten.where.self, b.call(aten.ge.Scalar, code, _SIGN), b.call(aten.neg.default, number), number)
 
 
-_FORMATS: tuple[WireFormat, ...] = (
-    _Float32Scales("int8", block=128, scale_bytes=4, dtype=torch.int8, top=127.0),
-    _Float32Scales("float8_e4m3fn", block=128, scale_bytes=4, dtype=torch.float8_e4m3fn, top=_FLOAT8_TOP),
-    _PowerOfTwoScales("mxfp8", block=32, scale_bytes=1),
-    _FourBits("nvfp4", block=16, scale_bytes=1, per_byte=2, shard_bytes=4),
-)
-FORMATS = {wire.name: wire for wire in _FORMATS}
-"""All of them, by name."""
-ASKED: dict[torch.dtype | str, WireFormat] = {
-    torch.int8: FORMATS["int8"],
-    torch.float8_e4m3fn: FORMATS["float8_e4m3fn"],
-    "mxfp8": FORMATS["mxfp8"],
-    "nvfp4": FORMATS["nvfp4"],
+FORMATS: dict[str, WireFormat] = {
+    wire.name: wire
+    for wire in (
+        _Float32Scales("int8", block=128, scale_bytes=4, dtype=torch.int8, top=127.0),
+        _Float32Scales("float8_e4m3fn", block=128, scale_bytes=4, dtype=torch.float8_e4m3fn, top=_FLOAT8_TOP),
+        _PowerOfTwoScales("mxfp8", block=32, scale_bytes=1),
+        _FourBits("nvfp4", block=16, scale_bytes=1, per_byte=2, shard_bytes=4),
+    )
 }
-"""By what users ask for."""
+"""All of them, by name."""
+ASKED: dict[torch.dtype | str, WireFormat] = {getattr(torch, name, name): wire for name, wire in FORMATS.items()}
+"""By what users ask for: a dtype of torch, or the name of what is none."""
 
 
 def gathered_bytes(spec: UnshardSpec) -> float:

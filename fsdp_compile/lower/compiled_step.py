@@ -179,7 +179,7 @@ class CompiledStep:
         """Takes pending gradients; returns the offsets of the parameters that have any."""
         waiting, accumulated = set[int](), set[int]()
         ends = each.grad_placement is not GradPlacement.UNREDUCED
-        if group is not None and ends and (group.unit.model.has_pending or group.ends_backward):
+        if group is not None and ends and (group.unit.model.pending or group.ends_backward):
             accumulated = edge.accumulated(group, each.grad_placement).intersection(each.offsets)
         for placement, at in each.pending:
             if group is not None and accumulated:

@@ -20,7 +20,7 @@ import functools
 import heapq
 import itertools
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -69,22 +69,14 @@ class Split:
     dtype: torch.dtype
     dim: int
 
-    def bounds(self, size: int) -> Iterator[tuple[int, int]]:
-        """Of each rank's part: where it begins in the split dimension, and its length."""
-        length = self.shape[self.dim]
-        each = -(-length // size)
-        for rank in range(size):
-            begin = min(rank * each, length)
-            yield begin, min(each, length - begin)
-
-    def parts(self, full: torch.Tensor, size: int) -> list[torch.Tensor]:
-        """Views of the full tensor."""
-        return [full.narrow(self.dim, begin, length) for begin, length in self.bounds(size)]
+    def parts(self, full: torch.Tensor, size: int) -> Sequence[torch.Tensor]:
+        """Views of the full tensor, the part of each rank."""
+        rows = -(-self.shape[self.dim] // size)
+        return full.tensor_split([rank * rows for rank in range(1, size)], self.dim)
 
     def forms(self, size: int) -> list[Form]:
         """Shapes and dtypes of the parts."""
-        before, after = self.shape[: self.dim], self.shape[self.dim + 1 :]
-        return [(torch.Size((*before, length, *after)), self.dtype) for _, length in self.bounds(size)]
+        return [(part.shape, self.dtype) for part in self.parts(torch.empty(self.shape, device="meta"), size)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -325,7 +317,7 @@ class _Transfer:
         _copy(tensors, _views(self._sent, [(tensor.shape, tensor.dtype) for tensor in tensors]))
         theirs = [sum(itertools.starmap(_padded, each)) for each in forms]
         received = torch.empty(sum(theirs), dtype=torch.uint8, device=device)
-        self._received = [list(_views(part, each)) for part, each in zip(received.split(theirs), forms, strict=True)]
+        self._received = [_views(part, each) for part, each in zip(received.split(theirs), forms, strict=True)]
         # Read when it is waited for: until then both messages have to stay.
         self._work = dist.all_to_all_single(received, self._sent, theirs, sizes, group=group, async_op=True)
 
@@ -341,13 +333,10 @@ def _padded(shape: torch.Size, dtype: torch.dtype) -> int:
     return -(-shape.numel() * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
 
 
-def _views(message: torch.Tensor, forms: Iterable[Form]) -> list[torch.Tensor]:
+def _views(message: torch.Tensor, forms: Sequence[Form]) -> list[torch.Tensor]:
     """The tensors in a message."""
-    found, begin = [], 0
-    for shape, dtype in forms:
-        found.append(message[begin : begin + shape.numel() * dtype.itemsize].view(dtype).view(shape))
-        begin += _padded(shape, dtype)
-    return found
+    parts = zip(message.split(list(itertools.starmap(_padded, forms))), forms, strict=True)
+    return [part[: shape.numel() * dtype.itemsize].view(dtype).view(shape) for part, (shape, dtype) in parts]
 
 
 def _copy(sources: Iterable[torch.Tensor], targets: Iterable[torch.Tensor]) -> None:

@@ -8,9 +8,10 @@ the two ends of a model are used at opposite ends of a step. The rest, norms mos
 from __future__ import annotations
 
 import dataclasses
+import graphlib
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 
-from fsdp_compile._torch.fully_shard_calls import is_closed
+from fsdp_compile._torch.fully_shard_calls import is_closed, recursive_wrap
 from fsdp_compile.config.policy import WrapPolicy, as_dict
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.sharding.arguments import UnitPolicy
@@ -145,18 +146,15 @@ def _joined(units: list[Unit], parts: list[Unit], name: str) -> list[Unit]:
 
 def _innermost_first(units: Sequence[Unit]) -> list[Unit]:
     parts = {unit: {below for module in unit.modules for below in module.modules()} for unit in units}
-    left, ordered = list(units), []
-    while left:
-        free = [u for u in left if not any(v is not u and any(m in parts[u] for m in v.modules) for v in left)]
-        if not free:
-            raise UnsupportedModelError(
-                "units that share parameters are inside of each other",
-                where=", ".join(type(module).__name__ for unit in left for module in unit.modules),
-                instead="another auto_wrap_policy, or calls of fully_shard() on lists of modules",
-            )
-        ordered.extend(free)
-        left = [unit for unit in left if unit not in free]
-    return ordered
+    inside = {u: [v for v in units if v is not u and not parts[u].isdisjoint(v.modules)] for u in units}
+    try:
+        return list(graphlib.TopologicalSorter(inside).static_order())
+    except graphlib.CycleError as error:
+        raise UnsupportedModelError(
+            "units that share parameters are inside of each other",
+            where=", ".join(type(module).__name__ for unit in error.args[1] for module in unit.modules),
+            instead="another auto_wrap_policy, or calls of fully_shard() on lists of modules",
+        ) from error
 
 
 def torch_precision(unit: Unit, call: UnitPolicy, *, is_split: bool) -> MixedPrecisionPolicy:
@@ -273,23 +271,13 @@ def policy_units(
                 instead="return True, False, or a dict of arguments for that unit",
             ) from error
     else:
-        chosen = {m: {} for m in _called_choice(root, policy, managed)[0]}
+        found: list[nn.Module] = []
+
+        def noted(module: nn.Module) -> nn.Module:
+            found.append(module)
+            return module
+
+        # It registers what this returns in the place of each chosen module: the module itself.
+        recursive_wrap(root, policy, noted, set(), {p for p in root.parameters() if p not in managed})
+        chosen = {module: {} for module in found}
     return {m: overrides for m, overrides in chosen.items() if m is not root and _has_managed(m, managed)}
-
-
-def _called_choice(
-    module: nn.Module, policy: Callable[..., bool], managed: Container[nn.Parameter]
-) -> tuple[Iterable[nn.Module], int]:
-    """Chosen modules below and including `module`, children first, and how many elements they cover."""
-    numel = sum(p.numel() for p in module.parameters() if p in managed)
-    if not policy(module=module, recurse=True, nonwrapped_numel=numel):
-        return [], 0
-    chosen: list[nn.Module] = []
-    covered = 0
-    for child in module.children():
-        below, below_numel = _called_choice(child, policy, managed)
-        chosen.extend(below)
-        covered += below_numel
-    if policy(module=module, recurse=False, nonwrapped_numel=numel - covered):
-        return [*chosen, module], numel
-    return chosen, covered

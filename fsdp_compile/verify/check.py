@@ -1,6 +1,6 @@
 """The rules, and the check of a graph against all of them, which reports every complaint at once.
 
-The table has the name, sentence and stages of each rule; `docs/invariants.md` explains them.
+The table has the name and stages of each rule; `docs/invariants.md` says what each demands, and why.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from fsdp_compile.verify.rules import buffers, gathers, memory, records, reducti
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """One invariant: its name in errors, the sentence that must be true, and the stages after which it must be.
+    """One invariant: its name in errors, what finds breaches, and the stages after which there must be none.
 
     Stage `None` is that of graphs before all passes.
     """
 
     name: str
-    sentence: str
     find: Callable[[Facts], Iterable[Finding]]
     stages: frozenset[Stage | None] = frozenset({None, *Stage})
 
@@ -30,71 +29,20 @@ class Rule:
 _AT_THE_END = frozenset({Stage.FINAL})
 
 RULES: tuple[Rule, ...] = (
-    Rule(
-        "gather-waited",
-        "every message of a collective has exactly one wait, after its start and before any use",
-        schedule.gather_waited,
-    ),
-    Rule(
-        "gathered-once",
-        "a graph gathers each parameter at most once, and every reader gets that parameter's own elements",
-        gathers.gathered_once,
-    ),
-    Rule(
-        "reduced-once",
-        "every gradient is averaged once over its own groups and lands at its own place of one flat gradient",
-        reductions.reduced_once,
-    ),
-    Rule(
-        "host-copies",
-        "shards on the host reach the device in one copy before the gather, and gradients come back in one",
-        buffers.host_copies,
-    ),
-    Rule(
-        "markers-gone",
-        "no fsdp_compile.unshard or fsdp_compile.reduce_grad is left",
-        records.markers_gone,
-        frozenset(Stage),
-    ),
-    Rule(
-        "no-use-after-reshard",
-        "every all-gather that stays in the graph is resharded once, and its memory is not used afterwards",
-        schedule.no_use_after_reshard,
-        _AT_THE_END,
-    ),
-    Rule(
-        "nothing-unsharded-saved",
-        "no value that only gathered parameters determine is saved for backward, unless an option says so",
-        memory.nothing_unsharded_saved,
-    ),
-    Rule(
-        "unsharded-bytes",
-        "live gathered bytes stay within the limits at every node",
-        memory.unsharded_bytes,
-        _AT_THE_END,
-    ),
-    Rule(
-        "plan-order", "collectives of one group are issued in an order that only the graph decides", schedule.plan_order
-    ),
-    Rule(
-        "explicit-prefetch",
-        "gathers that a module's list names start where that module's own parameters have arrived",
-        schedule.explicit_prefetch,
-        _AT_THE_END,
-    ),
-    Rule(
-        "updated-last",
-        "an update in backward takes its gradient once, and nothing reads its flat parameter afterwards",
-        reductions.updated_last,
-        _AT_THE_END,
-    ),
-    Rule("nothing-rank-specific", "no argument of our nodes depends on the rank", records.nothing_rank_specific),
-    Rule(
-        "buffers-aligned",
-        "slots of a flat parameter are disjoint, and slots and message slices are aligned",
-        buffers.buffers_aligned,
-    ),
-    Rule("typed", "every node of ours carries a record that fits its operator and its graph", records.typed),
+    Rule("gather-waited", schedule.gather_waited),
+    Rule("gathered-once", gathers.gathered_once),
+    Rule("reduced-once", reductions.reduced_once),
+    Rule("host-copies", buffers.host_copies),
+    Rule("markers-gone", records.markers_gone, frozenset(Stage)),
+    Rule("no-use-after-reshard", schedule.no_use_after_reshard, _AT_THE_END),
+    Rule("nothing-unsharded-saved", memory.nothing_unsharded_saved),
+    Rule("unsharded-bytes", memory.unsharded_bytes, _AT_THE_END),
+    Rule("plan-order", schedule.plan_order),
+    Rule("explicit-prefetch", schedule.explicit_prefetch, _AT_THE_END),
+    Rule("updated-last", reductions.updated_last, _AT_THE_END),
+    Rule("nothing-rank-specific", records.nothing_rank_specific),
+    Rule("buffers-aligned", buffers.buffers_aligned),
+    Rule("typed", records.typed),
 )
 
 

@@ -1,4 +1,4 @@
-"""FSDP2's private names stand in one file; the attributes that are used of its objects, and which each torch lacks."""
+"""FSDP2's private names stand in three files; attributes of its objects that are used, and which each torch lacks."""
 
 from __future__ import annotations
 
@@ -11,24 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_init, _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
-from torch.distributed.fsdp._fully_shard._fsdp_param import ParamModuleInfo
-from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPStateContext
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ParamModuleInfo
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, FSDPStateContext
 
 import fsdp_compile
-from fsdp_compile._torch.fully_shard_names import (
-    FSDPParam,
-    FSDPParamGroup,
-    FSDPState,
-    _fsdp_common,
-    _fsdp_init,
-    _fully_shard,
-)
 
 pytestmark = pytest.mark.core
 PACKAGE = Path(fsdp_compile.__file__).parent
-NAMES = PACKAGE / "_torch" / "fully_shard_names.py"
-USERS = [path for path in NAMES.parent.glob("fully_shard*.py") if path != NAMES]
+USERS = sorted((PACKAGE / "_torch").glob("fully_shard*.py"))
 ATTRIBUTES: Mapping[Any, str] = {
     _fsdp_common: "ShardPlacementResult _is_composable_with_fsdp",
     _fsdp_init: """
@@ -113,4 +106,4 @@ def test_every_private_attribute_is_listed_and_used() -> None:
 
 def test_no_other_file_imports_private_names_of_fsdp2() -> None:
     private = re.compile(r"^\s*from torch\.distributed\.(fsdp\._|_composable)", re.MULTILINE)
-    assert [path for path in PACKAGE.rglob("*.py") if private.search(path.read_text())] == [NAMES]
+    assert sorted(path for path in PACKAGE.rglob("*.py") if private.search(path.read_text())) == USERS

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 import fsdp_compile
 from fsdp_compile.backend import fsdp
 from fsdp_compile.errors import RankFailedError, UnsupportedModelError
+from fsdp_compile.fsdp2.module_class import FLAT
 from fsdp_compile.lower.compiled_step import CompiledStep
 from fsdp_compile.optim.step_in_backward import step_in_backward
 from tests.fake_world import fake_world
@@ -434,3 +435,15 @@ def test_hooks_on_all_optimizers_come_with_the_first_sharded_model() -> None:
         old.grad = torch.ones(2)
         optimizer.step()  # of sharded parameters without gradients and a plain one with
         assert torch.equal(old, torch.full((2,), 0.9))
+
+
+def test_a_conversion_leaves_no_buffer_of_a_group_that_is_gone() -> None:
+    with fake_world(2):
+        model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).requires_grad_(requires_grad=False)
+        model[1].requires_grad_()
+        fully_shard(model)
+        compiled = compile_eagerly(model)
+        compiled(torch.ones(2, 4))
+        model.requires_grad_().double()
+        compiled(torch.ones(2, 4).double())
+        assert [name for part in model for name in vars(part) if name.startswith(FLAT)] == [f"{FLAT}0"] * 2

@@ -74,10 +74,7 @@ def test_rules_have_names_of_their_own_and_hold_at_the_end() -> None:
 
 @pytest.mark.parametrize("rule", [rule.name for rule in RULES])
 def test_the_documentation_has_a_section_on_each_rule(rule: str) -> None:
-    sentence = next(r.sentence for r in RULES if r.name == rule)
-    text = " ".join(DOCUMENT.read_text().split())
-    assert f"## {rule}" in text
-    assert sentence in text.replace("`", "")
+    assert f"\n## {rule}\n" in DOCUMENT.read_text()
 
 
 def test_the_documentation_has_no_section_on_a_rule_that_is_gone() -> None:

@@ -34,32 +34,15 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from fsdp_compile._torch.distributed import collectives
+from fsdp_compile._torch.tensors import dtype_abbrs, make_contiguous_strides_for
 from fsdp_compile.ir.graph import DECLARING, Record, Role, StepGraph, record_of
 from fsdp_compile.ir.queries import GRADIENTS_OF_READS, TEXT_POSITION, read_text
 from fsdp_compile.layout.spec import UnshardSpec
 from fsdp_compile.ops.embedding import AVERAGE_ROWS, LOOK_UP
 from fsdp_compile.ops.unshard import UNSHARD
 
-DTYPES: Final[dict[torch.dtype, str]] = {
-    torch.float64: "f64",
-    torch.float32: "f32",
-    torch.float16: "f16",
-    torch.bfloat16: "bf16",
-    torch.float8_e4m3fn: "f8e4m3fn",
-    torch.float8_e5m2: "f8e5m2",
-    torch.complex128: "c128",
-    torch.complex64: "c64",
-    torch.int64: "i64",
-    torch.int32: "i32",
-    torch.int16: "i16",
-    torch.int8: "i8",
-    torch.uint64: "u64",
-    torch.uint32: "u32",
-    torch.uint16: "u16",
-    torch.uint8: "u8",
-    torch.bool: "bool",
-}
-"""Short names; other dtypes have torch's."""
+DTYPES: Final[dict[torch.dtype, str]] = {**dtype_abbrs, torch.bool: "bool"}
+"""Torch's short names, but for that of booleans; other dtypes have their own."""
 OPERATORS: Final[dict[Any, str]] = {
     operator.getitem: "getitem",
     collectives.all_gather_into_tensor.default: "all_gather",
@@ -120,7 +103,7 @@ def spell_type(value: Any, device: str) -> str:  # noqa: PLR0911  one line per k
         case torch.Tensor():
             text = f"{_dtype(value.dtype)}[{_sizes(value.shape)}]"
             strides = _sizes(value.stride())
-            text += f" strides [{strides}]" * (strides != _sizes(_contiguous_strides(value.shape)))
+            text += f" strides [{strides}]" * (strides != _sizes(make_contiguous_strides_for(value.shape)))
             return text + f" on {value.device.type}" * (value.device.type != device)
         case torch.SymInt():
             return _value(value)
@@ -147,15 +130,6 @@ def _dtype(dtype: torch.dtype) -> str:
 
 def _sizes(sizes: tuple[Size, ...] | list[Size]) -> str:
     return ", ".join(str(size.node.expr) if isinstance(size, torch.SymInt) else str(size) for size in sizes)
-
-
-def _contiguous_strides(shape: torch.Size) -> list[Size]:
-    strides: list[Size] = []
-    step: Size = 1
-    for size in reversed(shape):
-        strides.insert(0, step)
-        step = step * torch.sym_max(size, 1)
-    return strides
 
 
 def _symbols(step: StepGraph) -> list[str]:

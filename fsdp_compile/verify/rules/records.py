@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fsdp_compile._torch.tensors import tree_leaves
 from fsdp_compile.ir.graph import INPUTS, ITEMS, STARTS, WAITS, Record, Role, record_of, role_of
 from fsdp_compile.verify.facts import KIND_OF_ROLE, KINDS, WAIT, Facts
 from fsdp_compile.verify.report import Finding
@@ -112,7 +113,7 @@ def nothing_rank_specific(facts: Facts) -> Iterator[Finding]:
 def _rank_specific(node: fx.Node, record: Record) -> Iterator[Finding]:
     if node.op == "get_attr":
         yield node, "reads a constant of this process", "compute it in the graph, or pass it in"
-    for value in _flattened((node.args, node.kwargs)):
+    for value in tree_leaves((node.args, node.kwargs)):
         if isinstance(value, fx.Node):
             if value.op == "get_attr":
                 yield node, f"uses the constant %{value}", "compute it in the graph, or pass it in"
@@ -139,16 +140,6 @@ def _wrong_bounds(node: fx.Node, record: Record) -> Iterator[Finding]:
     if tuple(node.args[2:4]) not in allowed:
         hint = f"[{wanted[0]}, {wanted[1]}) on every rank: the slots of {', '.join(record.parameters)}"
         yield node, f"takes [{node.args[2]}, {node.args[3]}) of the flat parameter", hint
-
-
-def _flattened(value: Any) -> Iterator[Any]:
-    if isinstance(value, list | tuple):
-        for item in value:
-            yield from _flattened(item)
-    elif isinstance(value, dict):
-        yield from _flattened(list(value.values()))
-    else:
-        yield value
 
 
 @functools.cache
