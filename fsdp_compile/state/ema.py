@@ -163,8 +163,9 @@ class EMA:
                 raise ConfigError(
                     "it was added, or is full or otherwise changed now", where=f"{where}, {name}", instead="EMA(model)"
                 )
-            if (value.device, value.dtype) != (average.device, average.dtype):  # the model was moved or cast
-                self._averages[name] = _like(value, local_of(average).to(local_of(value)))
+            if (value.device, value.dtype) != (average.device, average.dtype):  # the model was moved, cast or made
+                kept = value.detach() if average.is_meta else average
+                self._averages[name] = _like(value, local_of(kept).to(local_of(value), copy=True))
         return now
 
     @torch.no_grad()

@@ -175,6 +175,22 @@ def test_averages_follow_a_model_that_is_cast() -> None:
         assert_same(_values(model), _values(theirs.module))
 
 
+@on_ranks()
+def test_averages_of_a_model_on_meta_begin_with_its_values() -> None:
+    with torch.device("meta"):
+        model: Any = fully_shard(nn.Linear(4, 3))
+    ema = EMA(model, DECAY)
+    model.to_empty(device="cpu")
+    for value in (1.0, 2.0):
+        nn.init.constant_(model.weight, value)
+        nn.init.constant_(model.bias, value)
+        ema.update()
+    expected = torch.tensor(1.0).lerp(torch.tensor(2.0), 1 - DECAY)
+    assert_same(_values(model), {"weight": torch.full((3, 4), 2.0), "bias": torch.full((3,), 2.0)})
+    with ema.swapped_in():
+        assert_same(_values(model), {"weight": expected.expand(3, 4), "bias": expected.expand(3)})
+
+
 class WithExtraState(nn.Linear):
     scale = 1.0
 
