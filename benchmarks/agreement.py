@@ -81,9 +81,9 @@ class _CountedStore(AnsweringStore):
 
     requests = 0
 
-    def _ask(self, operation: Callable[[], T]) -> T:
+    def _ask(self, method: Callable[..., T], *arguments: Any) -> T:
         self.requests += 1
-        return super()._ask(operation)
+        return super()._ask(method, *arguments)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
