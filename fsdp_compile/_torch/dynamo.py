@@ -7,7 +7,7 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -250,9 +250,9 @@ def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 @functools.cache
-def _call_of(_kind: Hashable) -> Callable[..., Any]:
-    """`_call` for the modules of one class: Dynamo counts compiles by code object."""
-    return types.FunctionType(_call.__code__.replace(), globals())
+def _call_of(kind: type) -> Callable[..., Any]:
+    """`_call` for the modules of one class: Dynamo counts compiles by code object, and by its name sizes that vary."""
+    return types.FunctionType(_call.__code__.replace(co_name=f"call of {kind.__qualname__}"), globals())
 
 
 class FrameToCompile(NamedTuple):

@@ -20,6 +20,7 @@ from fsdp_compile import backend
 from fsdp_compile._torch.dynamo import traced_module
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.lower.eager import compile_eagerly as compile_eagerly_of_ours
+from fsdp_compile.lower.region import regions_of
 from fsdp_compile.optim.step_in_backward import step_in_backward
 from tests import long
 from tests.fsdp2.decoder import (
@@ -172,6 +173,17 @@ def test_like_blocks_share_one_graph() -> None:
         pair.train(steps=3)
         counts.append(unique_graphs())
     assert counts == [3, 1]
+
+
+@on_ranks()
+def test_units_of_other_kinds_make_no_size_vary() -> None:
+    """Dynamo takes a size for a symbol where code of one name was called with another size before."""
+    pair = pair_of(Decoder)
+    by_blocks(pair)
+    pair.train(steps=2)
+    graphs = [step.graph for region in regions_of(taken_over(pair.model).units) for step in region.steps]
+    inputs = [node.meta["val"] for graph in graphs for node in graph.find_nodes(op="placeholder")]
+    assert torch.SymInt not in set(map(type, inputs))
 
 
 @on_ranks()
