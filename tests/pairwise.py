@@ -14,20 +14,21 @@ Axes = Mapping[str, Collection[str]]
 """The names of each axis's values."""
 
 
-def covering(axes: Axes, contradict: Collection[frozenset[Value]] = ()) -> list[Row]:
+def covering(axes: Axes, contradict: Collection[frozenset[Value]] = (), seldom: Collection[Value] = ()) -> list[Row]:
     """Rows in which every two values of two axes are together that may be, the same in each run.
 
     Args:
         axes: What is drawn.
         contradict: Two values that are in no row together.
+        seldom: Values that are drawn where no other one does as much, since their rows take long.
     """
-    drawn, missing = random.Random(0), pairs(axes) - set(contradict)
+    drawn, missing, rare = random.Random(0), pairs(axes) - set(contradict), set(seldom)
     rows = []
     while missing:
         # Each candidate begins with a pair that is missing, and takes what meets most of the others, axis by axis.
         ordered = sorted(map(sorted, missing))
-        candidates = [_grown(dict(drawn.choice(ordered)), axes, missing, contradict, drawn) for _ in range(8)]
-        rows.append(max(candidates, key=lambda row: len(missing & pairs_of(row))))
+        candidates = [_grown(dict(drawn.choice(ordered)), axes, missing, contradict, rare, drawn) for _ in range(8)]
+        rows.append(max(candidates, key=lambda row: (len(missing & pairs_of(row)), rare.isdisjoint(row.items()))))
         missing -= pairs_of(rows[-1])
     assert not any(pairs_of(row) & set(contradict) for row in rows)
     return rows
@@ -54,11 +55,13 @@ def _grown(
     axes: Axes,
     missing: set[frozenset[Value]],
     contradict: Collection[frozenset[Value]],
+    rare: Collection[Value],
     drawn: random.Random,
 ) -> Row:
-    def gain(value: Value) -> int:
+    def gain(value: Value) -> tuple[int, bool]:
         met = [frozenset({value, one}) for one in row.items()]
-        return -1 if any(pair in contradict for pair in met) else sum(pair in missing for pair in met)
+        new = -1 if any(pair in contradict for pair in met) else sum(pair in missing for pair in met)
+        return new, value not in rare
 
     for axis in drawn.sample(list(axes), len(axes)):
         if axis not in row:

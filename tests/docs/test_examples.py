@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 import re
-import runpy
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
-from tests.ranks import run_ranks
+from tests.programs import run_program
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "docs" / "examples"
@@ -35,47 +30,27 @@ RANKS = {
     "resume": 4,
 }
 """Scripts that ranks of the pool run, and on how many."""
-IN_PROCESSES_OF_THEIR_OWN = {
-    "parity": "",
+OF_A_FRAMEWORK = {
     "hf_trainer": "accelerate",
     "with_accelerate": "accelerate",
     "with_lightning": "lightning",
     "lora": "peft",
 }
-"""The others, and the package that each needs."""
+"""Others on two ranks, and the package that each needs."""
 TRAIN = ("own_model", "hsdp_bf16", "meta_safetensors", "tensor_parallel", "muon", "fp16_tools", "fsdp1_state")
 LOSSES = re.compile(r"loss ([\d.]+) -> ([\d.]+)")
-
-
-def _on_a_rank(script: str, folder: str, port: int) -> str:
-    """What a rank of the pool prints that runs a script as torchrun would."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    dist.barrier()  # gloo fails on a rank that still connects to one that is gone
-    dist.destroy_process_group()  # the script makes its own
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
-    os.environ |= {"MASTER_ADDR": "localhost", **{name: str(value) for name, value in names.items()}}
-    printed = io.StringIO()
-    with contextlib.chdir(folder), contextlib.redirect_stdout(printed):
-        sys.argv[1:] = []
-        runpy.run_path(script, run_name="__main__")
-    return printed.getvalue()
 
 
 def _run(code: str, folder: Path, ranks: int) -> str:
     """What the first rank prints."""
     script = folder / "script.py"
     script.write_text(code.replace('backend="fsdp")', 'backend="fsdp", options={"lower": "eager"})'), encoding="utf-8")
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    return run_ranks(_on_a_rank, str(script), str(folder), port, world_size=ranks)[0]
+    return run_program(str(script), folder, ranks=ranks)
 
 
-def _torchrun(script: Path, folder: Path, ranks: int) -> str:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "localhost", "--nproc-per-node"]
-    launched = [*launcher, str(ranks)] if "torchrun" in script.read_text(encoding="utf-8") else []
+def _start(command: list[str], folder: Path) -> str:
     done = subprocess.run(
-        [sys.executable, *launched, str(script)],
+        [sys.executable, *command],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
         capture_output=True,
@@ -94,7 +69,7 @@ def _falls(printed: str) -> bool:
 
 def test_every_example_is_run_and_listed() -> None:
     scripts = {path.stem for path in EXAMPLES.glob("*.py")}
-    assert scripts == RANKS.keys() | IN_PROCESSES_OF_THEIR_OWN.keys()
+    assert scripts == {*RANKS, *OF_A_FRAMEWORK, "parity"}
     listed = re.findall(r"\(([a-z_0-9]+)\.py\)", (EXAMPLES / "README.md").read_text(encoding="utf-8"))
     assert sorted(listed) == sorted(scripts)
     assert all(len(path.read_text(encoding="utf-8").splitlines()) <= 67 for path in EXAMPLES.glob("*.py"))
@@ -145,14 +120,22 @@ def test_the_readmes_code_runs(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_the_readmes_script_runs_as_pasted(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(CODE[0], encoding="utf-8")
-    assert "step 19" in _torchrun(tmp_path / "train.py", tmp_path, 2)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "localhost", "--nproc-per-node", "2"]
+    assert "step 19" in _start([*torchrun, "train.py"], tmp_path)
 
 
 @pytest.mark.inductor
 @pytest.mark.long
-@pytest.mark.parametrize("name", [*RANKS, *IN_PROCESSES_OF_THEIR_OWN])
+@pytest.mark.parametrize("name", [*RANKS, *OF_A_FRAMEWORK])
 def test_an_example_runs_as_it_is(name: str, tmp_path: Path) -> None:
-    if package := IN_PROCESSES_OF_THEIR_OWN.get(name):
+    if package := OF_A_FRAMEWORK.get(name):
         pytest.importorskip(package)
-    printed = _torchrun(EXAMPLES / f"{name}.py", tmp_path, RANKS.get(name, 2))
-    assert {"read_graphs": "role=gather", "parity": "equal", "profile_step": "measured"}.get(name, "loss") in printed
+    printed = run_program(str(EXAMPLES / f"{name}.py"), tmp_path, ranks=RANKS.get(name, 2))
+    assert {"read_graphs": "role=gather", "profile_step": "measured"}.get(name, "loss") in printed
+
+
+@pytest.mark.inductor
+@pytest.mark.long
+def test_a_script_compares_the_readers_model(tmp_path: Path) -> None:
+    """It starts its ranks by itself."""
+    assert "equal" in _start([str(EXAMPLES / "parity.py")], tmp_path)

@@ -81,7 +81,7 @@ LAYOUTS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "tied": (Tied, {}),
     "host": (Deep, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
 }
-DISTANCES = (0, 1, 3, "BACKWARD_PRE", "BACKWARD_POST+forward_prefetch", "none")
+DISTANCES = (1, 3, "BACKWARD_POST+forward_prefetch")  # others: tests/numerics/fsdp2/test_options.py
 CASES: list[tuple[str, tuple[int, ...], dict[str, Any]]] = [
     *((layout, (2,), {}) for layout in LAYOUTS),
     *((layout, (2, 2), {}) for layout in ("fp32", "bf16", "checkpointed")),

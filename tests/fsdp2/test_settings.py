@@ -25,6 +25,7 @@ from fsdp_compile.fsdp2.take_over import model_of
 from tests import long
 from tests.fsdp2.mlp import WIDTH, Mlp, batch, only_hooks, pair_of, shard, sharded
 from tests.models.round_sizes import Stack, explained
+from tests.pairwise import Row, covering
 from tests.ranks import on_ranks
 from tests.two_sides import (
     BITS,
@@ -356,15 +357,18 @@ def _pair(
     return pair_of(make, sharded=shard, ours=lambda model: shard(model, ours))
 
 
+MESHES = {"shards": (2,), "replicas": (2, 2)}
+ALWAYS = {"policy": "bf16, reduced in it", "mesh": "shards", "units": "each layer"}
+ROWS = [ALWAYS, *covering({"policy": POLICIES, "mesh": MESHES, "units": UNITS})]
+
+
 @pytest.mark.core
-@long.parametrize("units", UNITS, always=["each layer"])
-@long.parametrize("mesh", [(2,), (2, 2)], always=[(2,)])
-@long.parametrize("policy", POLICIES, always=["bf16, reduced in it"])
-@on_ranks(world_size=lambda mesh, **_: 2 * len(mesh))
-def test_numbers_of_each_policy(policy: str, mesh: tuple[int, ...], units: str) -> None:
+@long.parametrize("row", ROWS, always=[ALWAYS], ids=lambda row: ", ".join(row.values()))
+@on_ranks(world_size=lambda row: 2 * len(MESHES[row["mesh"]]))
+def test_numbers_of_each_policy(row: Row) -> None:
     for ours in (fully_shard, fsdp_compile.fully_shard):
         torch._dynamo.reset()
-        pair = _pair(policy, mesh, ours, *UNITS[units])
+        pair = _pair(row["policy"], MESHES[row["mesh"]], ours, *UNITS[row["units"]])
         call, model = pair.call, pair.model
         pair.train()
         # Of compiled and uncompiled microbatches the gradients of one wait for the reduction of the other.

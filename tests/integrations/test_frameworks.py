@@ -3,35 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-PROGRAMS = "tests.integrations.programs"
+from tests.programs import run_program
 
 pytestmark = [pytest.mark.optional, pytest.mark.long]
 
 
 def _run(program: str, folder: Path, *arguments: str) -> list[dict[str, float]]:
-    """What a program reports that torchrun starts on two ranks."""
+    """What a program reports on two ranks."""
     file = folder / "report.json"
     file.unlink(missing_ok=True)
-    launcher = ["torch.distributed.run", "--standalone", "--local-addr", "localhost", "--nproc-per-node", "2"]
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    done = subprocess.run(
-        [sys.executable, "-m", *launcher, "-m", f"{PROGRAMS}.{program}", *arguments],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "REPORT": str(file), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_program(f"tests.integrations.programs.{program}", folder, *arguments, REPORT=str(file))
     found: list[dict[str, float]] = json.loads(file.read_text())
     assert found
     return found

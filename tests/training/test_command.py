@@ -128,7 +128,6 @@ def test_a_rank_that_fails_is_blamed_and_ends_the_others(fault: str, tmp_path: P
     ("fault", "step", "said"),
     [
         ("KILL_AT", 4, "restarted, 1 of 1\n"),
-        ("FAIL_AT", 4, f"restarted, 1 of 1 after rank 1 failed: {TROUBLE}\n"),
         ("FAIL_AT", 1, f"restarted, 1 of 1 after rank 1 failed: {TROUBLE}\n"),
     ],
 )
