@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
 TorchParam = Any
@@ -115,6 +116,20 @@ def are_registered(params: Sequence[TorchParam]) -> bool:
             if module._parameters.get(name) is not sharded:
                 return False
     return True
+
+
+def tie_again(params: Sequence[TorchParam]) -> None:
+    """Registers tied sharded parameters in all their places, as FSDP2 does when it has gathered them.
+
+    After `load_state_dict(assign=True)`, as of a model on meta, each place has a parameter of its own; FSDP2 takes the
+    first one.
+    """
+    for param in params:
+        sharded = param.sharded_param
+        (first, own_name), *others = refs_of(param)
+        for module, name in others if first._parameters.get(own_name) is sharded else ():
+            if isinstance(held := module._parameters.get(name), nn.Parameter) and isinstance(held, DTensor):
+                module._parameters[name] = sharded
 
 
 def end_unshard(group: Any) -> None:
