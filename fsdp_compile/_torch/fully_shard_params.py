@@ -125,9 +125,10 @@ def tie_again(params: Sequence[TorchParam]) -> None:
     first one.
     """
     for param in params:
-        sharded = param.sharded_param
-        (first, own_name), *others = refs_of(param)
-        for module, name in others if first._parameters.get(own_name) is sharded else ():
+        info, sharded = param._module_info, param.sharded_param
+        if info.module._parameters.get(info.param_name) is not sharded:
+            continue
+        for module, name in zip(info.shared_modules, info.shared_param_names, strict=True):
             if isinstance(held := module._parameters.get(name), nn.Parameter) and isinstance(held, DTensor):
                 module._parameters[name] = sharded
 
