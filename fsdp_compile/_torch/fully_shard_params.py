@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
 TorchParam = Any
@@ -115,6 +116,21 @@ def are_registered(params: Sequence[TorchParam]) -> bool:
             if module._parameters.get(name) is not sharded:
                 return False
     return True
+
+
+def tie_again(params: Sequence[TorchParam]) -> None:
+    """Registers tied sharded parameters in all their places, as FSDP2 does when it has gathered them.
+
+    After `load_state_dict(assign=True)`, as of a model on meta, each place has a parameter of its own; FSDP2 takes the
+    first one.
+    """
+    for param in params:
+        info, sharded = param._module_info, param.sharded_param
+        if info.module._parameters.get(info.param_name) is not sharded:
+            continue
+        for module, name in zip(info.shared_modules, info.shared_param_names, strict=True):
+            if isinstance(held := module._parameters.get(name), nn.Parameter) and isinstance(held, DTensor):
+                module._parameters[name] = sharded
 
 
 def end_unshard(group: Any) -> None:

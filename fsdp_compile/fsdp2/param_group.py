@@ -301,6 +301,7 @@ class ParamGroup:
 
     def make_edge(self) -> None:
         """Makes the tensor that graphs take: the buffer's memory, with a history that leads to the DTensors."""
+        self.tie_again()
         parameters = [torch_params.sharded_param(each) for each in self._members]
         self.edge = edge.of_group(self, parameters)
         for param, parameter in zip(self.params, parameters, strict=True):
@@ -325,6 +326,10 @@ class ParamGroup:
     def is_registered(self) -> bool:
         """Whether modules have the sharded parameters, as between forwards."""
         return torch_params.are_registered(self._members)
+
+    def tie_again(self) -> None:
+        """Makes a tied parameter that was loaded at each of its places one again."""
+        torch_params.tie_again(self._members)
 
     def refuse_parametrized(self) -> None:
         """Raises `UnsupportedModelError` if a parameter was parametrized since it was sharded."""

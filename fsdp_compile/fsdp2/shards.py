@@ -16,7 +16,7 @@ from fsdp_compile._torch import fully_shard as fsdp2
 from fsdp_compile._torch.autograd import backward_in_progress
 from fsdp_compile._torch.dynamo import OptimizedModule
 from fsdp_compile._torch.fully_shard_calls import forward_in_progress
-from fsdp_compile._torch.fully_shard_params import TorchParam, refs_of, sharded_param
+from fsdp_compile._torch.fully_shard_params import TorchParam, refs_of, sharded_param, tie_again
 from fsdp_compile._torch.tensors import local_tensor, make_dtensor, memory_id
 from fsdp_compile.comm import alike
 from fsdp_compile.errors import ConfigError, RankMismatchError
@@ -39,7 +39,7 @@ def plain_name(name: str) -> str:
 
 
 def shard_between_steps(module: nn.Module, where: str, *, instead: str) -> None:
-    """Makes every parameter below `module` that is sharded a DTensor again, on all ranks; no communication.
+    """Makes every parameter below `module` that is sharded a DTensor again, tied ones the same; no communication.
 
     Raises:
         ConfigError: Inside of a forward or a backward.
@@ -54,6 +54,9 @@ def shard_between_steps(module: nn.Module, where: str, *, instead: str) -> None:
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
+            state = fsdp2.state_of(part)
+            for group in () if state is None else fsdp2.groups_of(state):
+                tie_again(fsdp2.params_of(group))
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

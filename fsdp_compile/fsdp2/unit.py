@@ -303,6 +303,7 @@ class Unit:
         """What is registered for parameters of the unit in the place of what FSDP2 registers."""
         unregistered = [group for group in self.groups if not group.is_registered]
         for group in unregistered:
+            group.tie_again()
             group.refuse_parametrized()
         return [
             (module, name, value)

@@ -58,11 +58,19 @@ def updater_of(parameter: torch.Tensor) -> Updater | None:
     return None if hook is None else hook.updater
 
 
+def update_by(parameter: torch.Tensor, updater: Updater) -> None:
+    """Makes an updater update a parameter in backward, also one that is thawed later."""
+    # Autograd takes hooks of trained leaves alone, and keeps them.
+    is_trained = parameter.requires_grad
+    parameter.requires_grad_().register_post_accumulate_grad_hook(UpdateHook(updater))
+    parameter.requires_grad_(is_trained)
+
+
 def update_as(old: torch.Tensor, new: torch.Tensor) -> None:
     """Makes what updates one parameter in backward update another, which is to take its place."""
     updater = updater_of(old)
     if updater is not None and updater_of(new) is None:
-        new.register_post_accumulate_grad_hook(UpdateHook(updater))
+        update_by(new, updater)
 
 
 def refuse_whole_gradients(parameters: Iterable[torch.Tensor], *, where: str, instead: str) -> None:

@@ -69,6 +69,8 @@ def replace_step(optimizer: optim.Optimizer, mark: str, step: Callable[[optim.Op
         step(self)
         return loss
 
+    for name, value in vars(optimizer.step).items():  # a schedule has marked the step that it counts
+        vars(stepped).setdefault(name, value)
     setattr(optimizer, mark, True)
     # A method, since learning rate schedulers wrap `step.__func__`.
     optimizer.step = types.MethodType(stepped, optimizer)  # type: ignore[method-assign]

@@ -10,7 +10,7 @@ from torch import nn, optim
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2.module_class import refresh_reads
 from fsdp_compile.fsdp2.take_over import models
-from fsdp_compile.fsdp2.updates import UpdateHook, updater_of
+from fsdp_compile.fsdp2.updates import update_by, updater_of
 from fsdp_compile.optim.flat_step import Chosen, require_elementwise
 
 _WHERE = "step_in_backward(optimizer)"
@@ -44,10 +44,7 @@ def step_in_backward(optimizer: Chosen, *, elementwise: bool = False) -> Chosen:
     updater = InBackward(optimizer)
     for parameter in parameters:
         if updater_of(parameter) is None and (parameter.requires_grad or parameter.is_floating_point()):
-            # Autograd takes hooks of trained leaves alone, and keeps them: one that is thawed later is updated, too.
-            is_trained = parameter.requires_grad
-            parameter.requires_grad_().register_post_accumulate_grad_hook(UpdateHook(updater))
-            parameter.requires_grad_(is_trained)
+            update_by(parameter, updater)
     for group in (group for model in models() for group in model.groups):
         if any(param.parameter in updater.numbers() for param in group.params):
             group.refresh_specs()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -69,9 +70,11 @@ class EMA:
             ConfigError: Inside of `swapped_in`, a forward, a backward or `full_params`.
         """
         now = self._now("EMA.update()")
-        moves = {name for name, p in self._model.named_parameters() if p.is_floating_point() or p.is_complex()}
-        if not self.n_averaged:
-            moves = set()
+        moves = {
+            name
+            for name, p in now.items()
+            if self.n_averaged and isinstance(p, nn.Parameter) and (p.is_floating_point() or p.is_complex())
+        }
         pairs = {name: (local_of(self._averages[name]), local_of(value)) for name, value in now.items()}
         for name in pairs.keys() - moves:
             pairs[name][0].copy_(pairs[name][1])
@@ -106,7 +109,7 @@ class EMA:
         for name, value in self._model.state_dict(keep_vars=True).items():
             # What modules give by `get_extra_state` is the model's.
             is_own = isinstance(value, torch.Tensor) and value in first
-            state[_PREFIX + name] = self._averages[first[value]] if is_own else value
+            state[_PREFIX + plain_name(name)] = self._averages[first[value]] if is_own else value
         return state
 
     def full_state_dict(self, *, rank0_only: bool = False, cpu_offload: bool = False) -> dict[str, Any]:
@@ -123,7 +126,7 @@ class EMA:
             full = full_value(value) if isinstance(value, DTensor) else value
             if receives:
                 own = full.to("cpu" if cpu_offload else full.device) if isinstance(full, torch.Tensor) else full
-                state[plain_name(name)] = own
+                state[name] = own
         return state
 
     @torch.no_grad()
@@ -151,12 +154,13 @@ class EMA:
                 local_of(value).copy_(local_of(given))
 
     def _now(self, where: str) -> dict[str, torch.Tensor]:
-        """The model's parameters and buffers, sharded."""
+        """The model's parameters and buffers, sharded, by their names in the plain model."""
         if self._is_swapped_in:
             raise ConfigError("the averages are in the model", where=where, instead="the end of swapped_in() before it")
         shard_between_steps(self._model, where, instead="it before or after that")
         with in_own_dtype(self._model):
-            now = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+            every = itertools.chain(self._model.named_parameters(), self._model.named_buffers())
+            now = {plain_name(name): value for name, value in every}
         for name, value in now.items() if self._averages else ():
             average = self._averages.get(name)
             if average is None or _kind(value) != _kind(average):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_compile._torch.tensors import make_dtensor
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.optim.flat_step import ELEMENTWISE, flat_step
+from fsdp_compile.optim.whole_step import whole_step
 from tests import long
 from tests.fake_world import fake_world
 from tests.fsdp2.models import local, put_into_one_storage, sharded, train
@@ -241,6 +243,19 @@ def test_schedules_and_closures_work() -> None:
         for schedule in schedules:
             schedule.step()
         _assert_same(model, plain)
+
+
+@pytest.mark.parametrize("change", [flat_step, whole_step])
+def test_a_schedule_may_be_made_before(change: Any) -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    change(optimizer)
+    parameter.sum().backward()
+    optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch's, for steps that it does not count
+        schedule.step()
 
 
 @pytest.mark.usefixtures("world")

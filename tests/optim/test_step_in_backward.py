@@ -347,6 +347,21 @@ def test_state_is_that_of_the_plain_optimizer_and_loads_again() -> None:
     assert_same(_values(model), ended)
 
 
+@on_ranks()
+def test_an_optimizer_of_a_plain_model_follows_with_its_frozen_parameters() -> None:
+    torch.manual_seed(0)
+    plain = Frozen()
+    step_in_backward(MOMENTUM(plain.parameters()))
+    sharded = _sharded(Frozen)
+    step_in_backward(MOMENTUM(sharded.parameters()))
+    for model in (plain, sharded):
+        call = compile_eagerly(model)
+        loss_of(call(_input())).backward()
+        model.blocks[0].requires_grad_()  # type: ignore[index, union-attr]
+        loss_of(call(_input(2))).backward()
+    assert_same(_values(plain), _values(sharded))
+
+
 @pytest.fixture
 def one_rank() -> Iterator[None]:
     with fake_world(1):

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -189,6 +190,19 @@ def test_averages_of_a_model_on_meta_begin_with_its_values() -> None:
     assert_same(_values(model), {"weight": torch.full((3, 4), 2.0), "bias": torch.full((3,), 2.0)})
     with ema.swapped_in():
         assert_same(_values(model), {"weight": expected.expand(3, 4), "bias": expected.expand(3)})
+
+
+@on_ranks()
+def test_names_are_the_plain_models_whatever_its_parts_are_wrapped_in() -> None:
+    model: Any = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    ema = EMA(model, DECAY)
+    model[0], model[1] = torch.compile(model[0], backend="eager"), checkpoint_wrapper(model[1])
+    ema.update()
+    full, plain = ema.full_state_dict(), _reference(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    assert full.keys() == ema.state_dict().keys() == plain.state_dict().keys()
+    other = EMA(model, DECAY)
+    other.load_state_dict(full)
+    assert_same(other.full_state_dict(), full)
 
 
 class WithExtraState(nn.Linear):

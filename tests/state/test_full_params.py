@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -98,8 +99,10 @@ REFUSED: dict[str, Change] = {
 def test_a_change_at_any_place_of_a_tied_parameter_counts_or_is_refused_on_all_ranks() -> None:
     new = torch.full((6, 6), 7.0)
     new[0] = torch.nan
-    for change in KEPT:
+    for change, assigns in itertools.product(KEPT, (False, True)):
         model, _ = _pair()
+        if assigns:  # each place has a parameter of its own then
+            model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
         with full_params(model):
             change(model, new)
         assert model.last.weight is model.first.weight
