@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch import fully_shard as fsdp2
 from fsdp_compile._torch import fully_shard_params as torch_params
-from fsdp_compile._torch.autograd import after_outermost_backward, backward_in_progress
+from fsdp_compile._torch.autograd import after_outermost_backward, after_this_backward, backward_in_progress
 from fsdp_compile._torch.dynamo import call_of, is_on_stack, keep_sizes_fixed
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.fsdp2.module_class import refresh_reads
@@ -83,8 +83,9 @@ class Model:
         """When a backward that reduces ends: reduces gradients that are left of earlier ones."""
         if (self.pending or group.ends_backward) and task not in self._ends_with:
             self._ends_with.add(task)
-            # A backward inside it makes gradients of a part of the model.
-            after_outermost_backward(lambda: self._end_backward(task))
+            # A backward inside it makes gradients of a part of the model. FSDP2 ends first, wherever the backward
+            # begins: to the gradients of units that its hooks have gathered it adds those that wait here.
+            after_outermost_backward(lambda: after_this_backward(lambda: self._end_backward(task)))
 
     def _end_backward(self, task: int) -> None:
         self._ends_with.discard(task)

@@ -304,6 +304,24 @@ def test_a_unit_of_several_modules() -> None:
     assert set(titles) == {"(root)"}
 
 
+class _Headless(Deep):
+    """Its head is called outside of it, and so begins each backward."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.hidden(tokens))
+
+
+def _of_its_head(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model.head(model(tokens)).flatten(0, 1), tokens.flatten())
+
+
+@on_ranks()
+def test_a_block_outside_of_the_root() -> None:
+    """Gradients of microbatches of the root's own unit, which FSDP2's hooks gather, are reduced once."""
+    pair = by_blocks(pair_of(_Headless, loss=_of_its_head), reduce_layout="fsdp2")
+    pair.train(pair.call, pair.call, steps=2)
+
+
 class _Broken(Deep):
     """Its root's code has graph breaks: it prints, looks at a value, and calls what no compiler knows."""
 
