@@ -216,6 +216,8 @@ class _ObservedGroup(FSDPParamGroup):
     def _to_sharded(self) -> None:
         self._fsdp_compile_asked = False
         super()._to_sharded()
+        if (observer := self._fsdp_compile_observer()) is not None:
+            observer.forget_gathered(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         changes = name in _SETTINGS and getattr(self, name) is not value
@@ -252,7 +254,8 @@ def observe(group: TorchGroup, observer: Any) -> None:
 
     Its `settings_changed()` is called after one was changed by which gradients are reduced, or parameters are kept; its
     `post_backward(group, run)` when FSDP2 is about to reduce or keep gradients, in the place of `run`, which does it;
-    `run` is `None` if FSDP2 cannot have any. Its `forget_unreduced(group)` follows the user's `reset_iter_state()`.
+    `run` is `None` if FSDP2 cannot have any. Its `forget_unreduced(group)` follows the user's `reset_iter_state()`, and
+    its `forget_gathered(group)` whatever frees gathered parameters.
     """
     group._fsdp_compile_observer = weakref.ref(observer)
     group._fsdp_compile_asked = False

@@ -187,8 +187,8 @@ class CompiledStep:
                 args[at] = group.pending.take(placement, accumulated)
             else:
                 args[at] = torch.zeros(args[at].shape, dtype=args[at].dtype, device=args[at].device)
-        if group is not None and accumulated:
-            group.unit.model.at_end_of_backward(backward_in_progress(), group)
+        if group is not None:
+            group.unit.model.at_end_of_backward(backward_in_progress(), reduces=bool(accumulated))
         return waiting
 
     def after(self, groups: Groups, produced: Sequence[Collection[int]]) -> None:
