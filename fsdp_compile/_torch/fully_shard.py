@@ -284,6 +284,11 @@ def is_being_gathered(group: TorchGroup) -> bool:
     return group._all_gather_result is not None
 
 
+def is_gathered(group: TorchGroup) -> bool:
+    """Whether FSDP2 has gathered a group, or has begun to."""
+    return not group.is_sharded or is_being_gathered(group)
+
+
 def reshard(group: TorchGroup) -> None:
     """Registers the sharded parameters of a group again, frozen or trained as the gathered ones, and frees these."""
     end_unshard(group)

@@ -80,7 +80,7 @@ class Model:
         return self.followed_in is not None and is_on_stack(self.followed_in)
 
     def at_end_of_backward(self, task: int, *, reduces: bool) -> None:
-        """When a backward of graphs ends: frees what the user has gathered, as FSDP2 does.
+        """When a backward of graphs ends: frees what the user, or an evaluation, has left gathered, as FSDP2 does.
 
         One that `reduces` then reduces gradients that are left of earlier ones, too.
         """
@@ -93,7 +93,8 @@ class Model:
     def _end_backward(self, task: int) -> None:
         reduces = self._ends_with.pop(task)
         for group in self.groups:
-            if (group.gathered or fsdp2.is_gathered_by_user(group.of_torch)) and not group.unit.only_hooks:
+            is_idle = fsdp2.training_state(group.unit.state) is fsdp2.TrainingState.IDLE and not group.unit.only_hooks
+            if group.gathered or (is_idle and fsdp2.is_gathered(group.of_torch)):
                 fsdp2.reshard(group.of_torch)
         for group in self.groups if reduces else ():  # in the order that all ranks have
             if group in self.pending:

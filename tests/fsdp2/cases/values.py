@@ -81,6 +81,19 @@ def between_a_forward_and_its_backward() -> None:
     pair.train(pair.call, pair.call, steps=2, loss=_gathers_before_backward)
 
 
+def _evaluates_before_backward(call: Any, tokens: torch.Tensor) -> torch.Tensor:
+    loss = cross_entropy(call, tokens)
+    with torch.no_grad():
+        getattr(call, "_orig_mod", call)(tokens)
+    return loss
+
+
+@case("unshard")
+def by_an_uncompiled_evaluation_before_a_backward() -> None:
+    """FSDP2 keeps the root gathered after a forward, and the backward frees it."""
+    trained().train(steps=2, loss=_evaluates_before_backward)
+
+
 @case("unshard")
 def of_a_unit_that_the_forward_leaves_out() -> None:
     """It is freed by the next backward, or by `reshard()`, as well."""
