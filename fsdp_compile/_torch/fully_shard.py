@@ -209,8 +209,8 @@ class _ObservedGroup(FSDPParamGroup):
     @torch._dynamo.disable
     def unshard(self, async_op: bool = False) -> None:  # noqa: FBT001, FBT002  torch's
         # FSDP2 itself gathers in a forward or a backward, also when it prefetches.
-        if self._training_state is TrainingState.IDLE:
-            self._fsdp_compile_asked = True
+        is_idle = self._training_state is TrainingState.IDLE
+        self._fsdp_compile_asked = is_idle or (self._fsdp_compile_asked and is_gathered(self))
         super().unshard(async_op)
 
     def _to_sharded(self) -> None:
@@ -271,8 +271,6 @@ mesh_of: Callable[[TorchGroup], DeviceMesh] = attrgetter("mesh_info.mesh")
 """The data-parallel mesh of a group: the ranks of shards and of replicas, without tensor parallelism."""
 is_sharded: Callable[[TorchGroup], bool] = attrgetter("is_sharded")
 """Whether the modules of a group have its sharded parameters registered."""
-is_gathered_by_user: Callable[[TorchGroup], bool] = attrgetter("_fsdp_compile_asked")
-"""Whether the user has called `unshard()`, and nothing has used or freed its result yet."""
 reduces: Callable[[TorchGroup], bool] = attrgetter("reduce_grads")
 """Whether backwards reduce the gradients of a group at all (`set_requires_gradient_sync`)."""
 reductions: Callable[[TorchGroup], tuple[bool, bool]] = attrgetter("reduce_grads", "all_reduce_grads")
@@ -287,6 +285,12 @@ def is_being_gathered(group: TorchGroup) -> bool:
 def is_gathered(group: TorchGroup) -> bool:
     """Whether FSDP2 has gathered a group, or has begun to."""
     return not group.is_sharded or is_being_gathered(group)
+
+
+def is_gathered_by_user(group: TorchGroup) -> bool:
+    """Whether the user has called `unshard()`, and nothing has used or freed its result yet."""
+    # FSDP2 drops what is on its way at the end of a backward.
+    return group._fsdp_compile_asked and is_gathered(group)
 
 
 def reshard(group: TorchGroup) -> None:

@@ -304,6 +304,17 @@ def test_a_unit_of_several_modules() -> None:
     assert set(titles) == {"(root)"}
 
 
+def _gathers_late(call: Any, tokens: torch.Tensor) -> torch.Tensor:
+    loss = cross_entropy(call, tokens)
+    call.blocks[0].unshard(async_op=True)
+    return loss
+
+
+@on_ranks()
+def test_a_gather_that_only_the_end_of_the_backward_waits_for() -> None:
+    by_blocks(pair_of(Deep), reduce_layout="fsdp2").train(steps=2, loss=_gathers_late)
+
+
 class _Headless(Deep):
     """Its head is called outside of it, and so begins each backward."""
 
