@@ -30,6 +30,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
+from fsdp_compile._torch.autograd import is_saved_by_autograd
 from fsdp_compile._torch.fully_shard_params import TorchParam, end_unshard
 
 MANAGED = "_is_fsdp_managed_module"
@@ -302,15 +303,19 @@ def reshard(group: TorchGroup) -> None:
 def take_gathered(group: TorchGroup) -> dict[int, torch.Tensor]:
     """Takes the gathered parameters of a group, by `id` of their objects, from FSDP2, which registers the sharded ones.
 
-    None of an all-gather extension, whose result is the extension's own.
+    None of an all-gather extension, whose result is the extension's own. Copies of those that a forward of FSDP2's
+    hooks has read: its backward makes gradients of these very objects.
     """
     end_unshard(group)
     taken = {}
     for param in group.fsdp_params:
         if not param._unsharded_inner_tensors:
             whole = param._unsharded_param.detach()
-            taken[id(param)] = whole._local_tensor if isinstance(whole, DTensor) else whole
-            forget_gathered(param)
+            local = whole._local_tensor if isinstance(whole, DTensor) else whole
+            is_read = is_saved_by_autograd(param._unsharded_param)
+            taken[id(param)] = local.clone() if is_read else local
+            if not is_read:
+                forget_gathered(param)
     group._to_sharded()
     return taken
 

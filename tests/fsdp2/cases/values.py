@@ -94,6 +94,18 @@ def by_an_uncompiled_evaluation_before_a_backward() -> None:
     trained().train(steps=2, loss=_evaluates_before_backward)
 
 
+def _calls_compiled_before_backward(call: Any, tokens: torch.Tensor) -> torch.Tensor:
+    loss = cross_entropy(getattr(call, "_orig_mod", call), tokens)
+    call.blocks[0].unshard()
+    return loss + cross_entropy(call, tokens).detach()
+
+
+@case("unshard")
+def between_an_uncompiled_forward_and_its_backward() -> None:
+    """A compiled forward takes what was gathered; the gradients of the uncompiled one are of FSDP2's objects."""
+    trained().train(steps=2, loss=_calls_compiled_before_backward)
+
+
 @case("unshard")
 def of_a_unit_that_the_forward_leaves_out() -> None:
     """It is freed by the next backward, or by `reshard()`, as well."""
