@@ -315,6 +315,15 @@ def test_a_gather_that_only_the_end_of_the_backward_waits_for() -> None:
     by_blocks(pair_of(Deep), reduce_layout="fsdp2").train(steps=2, loss=_gathers_late)
 
 
+@on_ranks()
+def test_a_list_of_a_unit_that_the_user_has_gathered_says_nothing() -> None:
+    pair = by_blocks(pair_of(Deep), reduce_layout="fsdp2")
+    for each in pair:
+        each.blocks[0].set_modules_to_forward_prefetch([each.blocks[2]])
+        each.blocks[0].unshard()
+    pair.train(steps=2)
+
+
 class _Headless(Deep):
     """Its head is called outside of it, and so begins each backward."""
 
