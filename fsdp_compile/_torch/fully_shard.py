@@ -285,7 +285,7 @@ def is_being_gathered(group: TorchGroup) -> bool:
 
 def is_gathered(group: TorchGroup) -> bool:
     """Whether FSDP2 has gathered a group, or has begun to."""
-    return not group.is_sharded or is_being_gathered(group)
+    return group._all_gather_result is not None or not group.is_sharded
 
 
 def is_gathered_by_user(group: TorchGroup) -> bool:
