@@ -30,6 +30,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
+from fsdp_compile._torch.autograd import is_saved_by_autograd
 from fsdp_compile._torch.fully_shard_params import TorchParam, end_unshard
 
 MANAGED = "_is_fsdp_managed_module"
@@ -209,13 +210,15 @@ class _ObservedGroup(FSDPParamGroup):
     @torch._dynamo.disable
     def unshard(self, async_op: bool = False) -> None:  # noqa: FBT001, FBT002  torch's
         # FSDP2 itself gathers in a forward or a backward, also when it prefetches.
-        if self._training_state is TrainingState.IDLE:
-            self._fsdp_compile_asked = True
+        is_idle = self._training_state is TrainingState.IDLE
+        self._fsdp_compile_asked = is_idle or (self._fsdp_compile_asked and is_gathered(self))
         super().unshard(async_op)
 
     def _to_sharded(self) -> None:
         self._fsdp_compile_asked = False
         super()._to_sharded()
+        if (observer := self._fsdp_compile_observer()) is not None:
+            observer.forget_gathered(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         changes = name in _SETTINGS and getattr(self, name) is not value
@@ -252,7 +255,8 @@ def observe(group: TorchGroup, observer: Any) -> None:
 
     Its `settings_changed()` is called after one was changed by which gradients are reduced, or parameters are kept; its
     `post_backward(group, run)` when FSDP2 is about to reduce or keep gradients, in the place of `run`, which does it;
-    `run` is `None` if FSDP2 cannot have any. Its `forget_unreduced(group)` follows the user's `reset_iter_state()`.
+    `run` is `None` if FSDP2 cannot have any. Its `forget_unreduced(group)` follows the user's `reset_iter_state()`, and
+    its `forget_gathered(group)` whatever frees gathered parameters.
     """
     group._fsdp_compile_observer = weakref.ref(observer)
     group._fsdp_compile_asked = False
@@ -268,8 +272,6 @@ mesh_of: Callable[[TorchGroup], DeviceMesh] = attrgetter("mesh_info.mesh")
 """The data-parallel mesh of a group: the ranks of shards and of replicas, without tensor parallelism."""
 is_sharded: Callable[[TorchGroup], bool] = attrgetter("is_sharded")
 """Whether the modules of a group have its sharded parameters registered."""
-is_gathered_by_user: Callable[[TorchGroup], bool] = attrgetter("_fsdp_compile_asked")
-"""Whether the user has called `unshard()`, and nothing has used or freed its result yet."""
 reduces: Callable[[TorchGroup], bool] = attrgetter("reduce_grads")
 """Whether backwards reduce the gradients of a group at all (`set_requires_gradient_sync`)."""
 reductions: Callable[[TorchGroup], tuple[bool, bool]] = attrgetter("reduce_grads", "all_reduce_grads")
@@ -281,6 +283,17 @@ def is_being_gathered(group: TorchGroup) -> bool:
     return group._all_gather_result is not None
 
 
+def is_gathered(group: TorchGroup) -> bool:
+    """Whether FSDP2 has gathered a group, or has begun to."""
+    return group._all_gather_result is not None or not group.is_sharded
+
+
+def is_gathered_by_user(group: TorchGroup) -> bool:
+    """Whether the user has called `unshard()`, and nothing has used or freed its result yet."""
+    # FSDP2 drops what is on its way at the end of a backward.
+    return group._fsdp_compile_asked and is_gathered(group)
+
+
 def reshard(group: TorchGroup) -> None:
     """Registers the sharded parameters of a group again, frozen or trained as the gathered ones, and frees these."""
     end_unshard(group)
@@ -290,15 +303,19 @@ def reshard(group: TorchGroup) -> None:
 def take_gathered(group: TorchGroup) -> dict[int, torch.Tensor]:
     """Takes the gathered parameters of a group, by `id` of their objects, from FSDP2, which registers the sharded ones.
 
-    None of an all-gather extension, whose result is the extension's own.
+    None of an all-gather extension, whose result is the extension's own. Copies of those that a forward of FSDP2's
+    hooks has read: its backward makes gradients of these very objects.
     """
     end_unshard(group)
     taken = {}
     for param in group.fsdp_params:
         if not param._unsharded_inner_tensors:
             whole = param._unsharded_param.detach()
-            taken[id(param)] = whole._local_tensor if isinstance(whole, DTensor) else whole
-            forget_gathered(param)
+            local = whole._local_tensor if isinstance(whole, DTensor) else whole
+            is_read = is_saved_by_autograd(param._unsharded_param)
+            taken[id(param)] = local.clone() if is_read else local
+            if not is_read:
+                forget_gathered(param)
     group._to_sharded()
     return taken
 

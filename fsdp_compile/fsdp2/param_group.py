@@ -265,8 +265,8 @@ class ParamGroup:
         return bool(keeps) and self.params[0].spec.param_dtype != self.flat.dtype
 
     def end_backward(self) -> None:
-        """At the end of a backward that has reduced gradients: makes of `.grad` what settings say."""
-        if self.grad_placement() is GradPlacement.UNREDUCED:
+        """At the end of a backward: makes of `.grad`, if it has reduced gradients fully, what settings say."""
+        if self.grad_placement() is not GradPlacement.REDUCED:
             return
         for param in self.params:
             leaf = param.parameter

@@ -95,8 +95,7 @@ def take_over(state: fsdp2.FSDPState) -> Model:
         # The call in which this happens may have gathered some, or the user before it. Extensions gather a second time
         # into what they have made, which a forward cannot do.
         for of_torch in (group for each in states for group in fsdp2.groups_of(each)):
-            is_gathered = not fsdp2.is_sharded(of_torch) or fsdp2.is_being_gathered(of_torch)
-            if is_gathered and not fsdp2.has_extensions(of_torch):
+            if fsdp2.is_gathered(of_torch) and not fsdp2.has_extensions(of_torch):
                 fsdp2.reshard(of_torch)
         model = Model(root)
         titles = {id(module): name for name, module in root.named_modules()}

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch import fully_shard as fsdp2
 from fsdp_compile._torch import fully_shard_params as torch_params
-from fsdp_compile._torch.autograd import after_outermost_backward, backward_in_progress
+from fsdp_compile._torch.autograd import after_outermost_backward, after_this_backward, backward_in_progress
 from fsdp_compile._torch.dynamo import call_of, is_on_stack, keep_sizes_fixed
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.fsdp2.module_class import refresh_reads
@@ -60,7 +60,7 @@ class Model:
         self.followed_in: FrameType | None = None
         self.pipeline = Pipeline()
         self.pending: set[ParamGroup] = set()
-        self._ends_with: set[int] = set()
+        self._ends_with: dict[int, bool] = {}
 
     @property
     def root(self) -> nn.Module:
@@ -79,16 +79,25 @@ class Model:
         """Whether the call of a compiled root runs, before which all units have followed their parameters."""
         return self.followed_in is not None and is_on_stack(self.followed_in)
 
-    def at_end_of_backward(self, task: int, group: ParamGroup) -> None:
-        """When a backward that reduces ends: reduces gradients that are left of earlier ones."""
-        if (self.pending or group.ends_backward) and task not in self._ends_with:
-            self._ends_with.add(task)
-            # A backward inside it makes gradients of a part of the model.
-            after_outermost_backward(lambda: self._end_backward(task))
+    def at_end_of_backward(self, task: int, *, reduces: bool) -> None:
+        """When a backward of graphs ends: frees what the user, or an evaluation, has left gathered, as FSDP2 does.
+
+        One that `reduces` then reduces gradients that are left of earlier ones, too.
+        """
+        if task not in self._ends_with:
+            # A backward inside it makes gradients of a part of the model. FSDP2 ends first, wherever the backward
+            # begins: to the gradients of units that its hooks have gathered it adds those that wait here.
+            after_outermost_backward(lambda: after_this_backward(lambda: self._end_backward(task)))
+        self._ends_with[task] = reduces or self._ends_with.get(task, False)
 
     def _end_backward(self, task: int) -> None:
-        self._ends_with.discard(task)
-        for group in self.groups:  # in the order that all ranks have
+        reduces = self._ends_with.pop(task)
+        for unit in self.units:
+            is_idle = fsdp2.training_state(unit.state) is fsdp2.TrainingState.IDLE and not unit.only_hooks
+            for group in unit.groups:
+                if group.gathered or (is_idle and fsdp2.is_gathered(group.of_torch)):
+                    fsdp2.reshard(group.of_torch)
+        for group in self.groups if reduces else ():  # in the order that all ranks have
             if group in self.pending:
                 if group.unit.only_hooks and group.pending:
                     group.of_torch.post_backward()  # the user's hook may reduce them
@@ -409,10 +418,10 @@ class Unit:
         self._is_followed = False
         self.is_in_part = self.model.units[0].gatherer is Gatherer.HOOKS
 
-    def forget_gathered(self) -> None:
-        """Frees full parameters that the user has gathered for the forward that ran."""
+    def forget_gathered(self, of_torch: fsdp2.TorchGroup | None = None) -> None:
+        """Frees full parameters that the user has gathered for the forward that ran, or those of one FSDP2 group."""
         for group in self.groups:
-            if group.gathered:
+            if group.gathered and of_torch in (None, group.of_torch):
                 self._set_gathered(group, {})
 
     def _set_gathered(self, group: ParamGroup, full: dict[int, torch.Tensor]) -> None:

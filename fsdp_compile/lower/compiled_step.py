@@ -27,6 +27,7 @@ from fsdp_compile.fsdp2 import edge
 from fsdp_compile.fsdp2.buffers import CastBuffer
 from fsdp_compile.fsdp2.param_group import ParamGroup
 from fsdp_compile.fsdp2.pipeline import Head, Tail, gathering, reduced
+from fsdp_compile.fsdp2.unit import Unit
 from fsdp_compile.ir.graph import MADE, Phase, Record, Role, StepGraph, require, role_of
 from fsdp_compile.ir.queries import beside, flat_of
 from fsdp_compile.layout.spec import GradPlacement, Update
@@ -142,9 +143,7 @@ class CompiledStep:
         Also returns the offsets of the parameters of each of `grads` that get gradients.
         """
         groups = {at: group for at in self.flats if (group := ParamGroup.of(args[at])) is not None}
-        if self.phase is Phase.FORWARD:
-            for unit in {group.unit for group in groups.values()}:
-                unit.begin_graph()
+        self._tell({group.unit for group in groups.values()})
         for updates in (groups[at].updates for at in self.counted if at in groups):
             if self.phase is Phase.FORWARD:
                 updates.begin_forward()
@@ -175,6 +174,14 @@ class CompiledStep:
                 group.updates.chosen = edge.accumulated(group, each.grad_placement) & offsets
         return groups, produced
 
+    def _tell(self, units: Collection[Unit]) -> None:
+        if self.phase is Phase.FORWARD:
+            for unit in units:
+                unit.begin_graph()
+        else:
+            for model in {unit.model for unit in units}:
+                model.at_end_of_backward(backward_in_progress(), reduces=False)
+
     def _take(self, args: list[Any], each: GradOutput, group: ParamGroup | None) -> Collection[int]:
         """Takes pending gradients; returns the offsets of the parameters that have any."""
         waiting, accumulated = set[int](), set[int]()
@@ -188,7 +195,7 @@ class CompiledStep:
             else:
                 args[at] = torch.zeros(args[at].shape, dtype=args[at].dtype, device=args[at].device)
         if group is not None and accumulated:
-            group.unit.model.at_end_of_backward(backward_in_progress(), group)
+            group.unit.model.at_end_of_backward(backward_in_progress(), reduces=True)
         return waiting
 
     def after(self, groups: Groups, produced: Sequence[Collection[int]]) -> None:

@@ -104,10 +104,10 @@ def _refuse_wrong_lists(step: StepGraph) -> None:
     for full in step.nodes(Role.FULL):  # its unit may share the gather of another one, which is needed earlier
         needs.setdefault(require(full).unit, []).append(order[full])
     read = {require(node).unit for node in step.nodes(*DECLARING)}
-    first = next(step.nodes(Role.GATHER), None)
-    at_the_start = () if first is None else require(first).units
+    gathered = [require(gather).units for gather in step.nodes(Role.GATHER)]
+    at_the_start = next(iter(gathered), ())
     for unit, names in lists.items():
-        for name in names if unit in needs else ():
+        for name in names if unit in needs and any(unit in units for units in gathered) else ():
             # In backward a unit may have no read although forward has one: nothing needs its parameters there.
             if name not in read and unit not in at_the_start and step.phase is Phase.FORWARD:
                 what = "which its graph does not read"

@@ -316,6 +316,44 @@ def test_a_unit_of_several_modules() -> None:
     assert set(titles) == {"(root)"}
 
 
+def _gathers_late(call: Any, tokens: torch.Tensor) -> torch.Tensor:
+    loss = cross_entropy(call, tokens)
+    call.blocks[0].unshard(async_op=True)
+    return loss
+
+
+@on_ranks()
+def test_a_gather_that_only_the_end_of_the_backward_waits_for() -> None:
+    by_blocks(pair_of(Deep), reduce_layout="fsdp2").train(steps=2, loss=_gathers_late)
+
+
+@on_ranks()
+def test_a_list_of_a_unit_that_the_user_has_gathered_says_nothing() -> None:
+    pair = by_blocks(pair_of(Deep), reduce_layout="fsdp2")
+    for each in pair:
+        each.blocks[0].set_modules_to_forward_prefetch([each.blocks[2]])
+        each.blocks[0].unshard()
+    pair.train(steps=2)
+
+
+class _Headless(Deep):
+    """Its head is called outside of it, and so begins each backward."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.hidden(tokens))
+
+
+def _of_its_head(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model.head(model(tokens)).flatten(0, 1), tokens.flatten())
+
+
+@on_ranks()
+def test_a_block_outside_of_the_root() -> None:
+    """Gradients of microbatches of the root's own unit, which FSDP2's hooks gather, are reduced once."""
+    pair = by_blocks(pair_of(_Headless, loss=_of_its_head), reduce_layout="fsdp2")
+    pair.train(pair.call, pair.call, steps=2)
+
+
 class _Broken(Deep):
     """Its root's code has graph breaks: it prints, looks at a value, and calls what no compiler knows."""
 

@@ -84,6 +84,12 @@ def _divides(model: Any, _: int) -> None:
     _each(model, "set_force_sum_reduction_for_comms", True)  # noqa: FBT003  torch's
 
 
+def _adds_unused_last(model: Any, number: int) -> None:
+    model.set_reduce_scatter_unused_params(True)
+    model.set_requires_all_reduce(number == 1)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 CASES = {
     "unused": _Case(lambda model, _: model.set_reduce_scatter_unused_params(True)),
     "sums alone": _Case(lambda model, _: _each(model, "set_force_sum_reduction_for_comms", True)),  # noqa: FBT003  torch's
@@ -95,6 +101,7 @@ CASES = {
     "reduced apart": _Case(lambda model, _: model.set_separate_reduce_scatter_group()),
     "offloaded": _Case(lambda *_: None, arguments={"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
     "replicas last": _Case(lambda model, i: model.set_requires_all_reduce(i == 1), (2, 2), 2),
+    "replicas last, unused": _Case(_adds_unused_last, (2, 2), 2),
     "replicas, unused": _Case(lambda model, _: model.set_reduce_scatter_unused_params(True), (2, 2)),
 }
 

@@ -19,9 +19,11 @@ from fsdp_compile.ir.graph import Phase, Role, StepGraph, require, role_of
 from tests.fsdp2.decoder import (
     Block,
     Decoder,
+    Deep,
     batch,
     case,
     compiled_graphs,
+    cross_entropy,
     gathered_by_hooks,
     in_parts,
     pair_of,
@@ -62,6 +64,68 @@ def before_a_compiled_forward() -> None:
         pair.train(steps=1)
         pair.train(pair.model, steps=1)
     assert not graphs
+
+
+def _gathers_before_backward(call: Any, tokens: torch.Tensor) -> torch.Tensor:
+    loss = cross_entropy(call, tokens)
+    call.blocks[0].unshard()
+    call.blocks[1].unshard(async_op=True)
+    return loss
+
+
+@case("unshard")
+def between_a_forward_and_its_backward() -> None:
+    """The backward frees them: the next forward reads what the optimizer has made of the shards."""
+    pair = trained()
+    pair.train(steps=2, loss=_gathers_before_backward)
+    pair.train(pair.call, pair.call, steps=2, loss=_gathers_before_backward)
+
+
+def _evaluates_before_backward(call: Any, tokens: torch.Tensor) -> torch.Tensor:
+    loss = cross_entropy(call, tokens)
+    with torch.no_grad():
+        getattr(call, "_orig_mod", call)(tokens)
+    return loss
+
+
+@case("unshard")
+def by_an_uncompiled_evaluation_before_a_backward() -> None:
+    """FSDP2 keeps the root gathered after a forward, and the backward frees it."""
+    trained().train(steps=2, loss=_evaluates_before_backward)
+
+
+def _calls_compiled_before_backward(call: Any, tokens: torch.Tensor) -> torch.Tensor:
+    loss = cross_entropy(getattr(call, "_orig_mod", call), tokens)
+    call.blocks[0].unshard()
+    return loss + cross_entropy(call, tokens).detach()
+
+
+@case("unshard")
+def between_an_uncompiled_forward_and_its_backward() -> None:
+    """A compiled forward takes what was gathered; the gradients of the uncompiled one are of FSDP2's objects."""
+    trained().train(steps=2, loss=_calls_compiled_before_backward)
+
+
+@case("unshard")
+def of_a_unit_that_the_forward_leaves_out() -> None:
+    """It is freed by the next backward, or by `reshard()`, as well."""
+    pair = trained(Deep)
+    for each, call in pair.called():
+        each.left_out = {1}
+        each.blocks[1].unshard()
+        with torch.no_grad():
+            call(batch(0))
+            each.blocks[1].reshard()
+            each.blocks[1].a.bias.add_(1)
+        each.left_out = set()
+    pair.train(steps=1)
+    for left_out in ({1}, set()):
+        for each in pair:
+            each.left_out = left_out
+            each.blocks[1].unshard()
+            each.blocks[2].unshard()
+        pair.train(steps=1)
+    pair.train(steps=1)
 
 
 @case("unshard", is_long=True)
