@@ -357,7 +357,7 @@ def test_an_optimizer_of_a_plain_model_follows_with_its_frozen_parameters() -> N
     for model in (plain, sharded):
         call = compile_eagerly(model)
         loss_of(call(_input())).backward()
-        model.blocks[0].requires_grad_()  # type: ignore[index, union-attr]
+        model.blocks[0].requires_grad_()
         loss_of(call(_input(2))).backward()
     assert_same(_values(plain), _values(sharded))
 
