@@ -185,7 +185,7 @@ def _target_of(
         raise ConfigError(
             "nothing in this model is sharded",
             where=f"{where} of {type(module).__name__}",
-            instead="fully_shard(model) before; optimizer.state_dict() and load_state_dict() for a plain model",
+            instead="fully_shard(model) or the first compiled call before; optimizer.state_dict() for a plain model",
         )
     if group is not None and set(dist.get_process_group_ranks(group)) != set(meshes[0].mesh.flatten().tolist()):
         raise ConfigError(
