@@ -300,6 +300,16 @@ def reshard(group: TorchGroup) -> None:
     group._to_sharded()
 
 
+def free_after_backward(states: Sequence[FSDPState]) -> None:
+    """Frees what is gathered of states that are in no forward, but for groups that are to stay so after a backward."""
+    idle = TrainingState.IDLE
+    for state in states:
+        for group in groups_of(state) if state._training_state is idle else ():
+            # `is_gathered`, without its call: each backward asks.
+            if group.reshard_after_backward and (group._all_gather_result is not None or not group.is_sharded):
+                reshard(group)
+
+
 def take_gathered(group: TorchGroup) -> dict[int, torch.Tensor]:
     """Takes the gathered parameters of a group, by `id` of their objects, from FSDP2, which registers the sharded ones.
 

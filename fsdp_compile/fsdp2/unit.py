@@ -92,11 +92,9 @@ class Model:
 
     def _end_backward(self, task: int) -> None:
         reduces = self._ends_with.pop(task)
-        for unit in self.units:
-            is_idle = fsdp2.training_state(unit.state) is fsdp2.TrainingState.IDLE and not unit.only_hooks
-            for group in unit.groups:
-                if group.gathered or (is_idle and fsdp2.is_gathered(group.of_torch)):
-                    fsdp2.reshard(group.of_torch)
+        for unit in [group.unit for group in self.groups if group.gathered]:
+            unit.forget_gathered()
+        fsdp2.free_after_backward([unit.state for unit in self.units])
         for group in self.groups if reduces else ():  # in the order that all ranks have
             if group in self.pending:
                 if group.unit.only_hooks and group.pending:

@@ -128,6 +128,21 @@ def of_a_unit_that_the_forward_leaves_out() -> None:
     pair.train(steps=1)
 
 
+@case("unshard")
+def of_a_unit_of_hooks_that_the_forward_leaves_out() -> None:
+    """The backward frees it, in which only graphs run."""
+    pair = pair_of(Deep)
+    pair.compiled()
+    for each, call in pair.called():
+        each.blocks[1].set_all_reduce_hook(id)
+        each.left_out = {1}
+        _gathers_before_backward(call, batch(0)).backward()
+        with torch.no_grad():
+            each.blocks[1].a.bias.add_(1)
+        each.left_out = set()
+    pair.train(pair.model, steps=1)
+
+
 @case("unshard", is_long=True)
 def before_the_first_forward() -> None:
     pair = pair_of()
