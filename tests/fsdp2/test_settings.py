@@ -91,19 +91,22 @@ def _adds_unused_last(model: Any, number: int) -> None:
 
 
 CASES = {
-    "unused": _Case(lambda model, _: model.set_reduce_scatter_unused_params(True)),
     "sums alone": _Case(lambda model, _: _each(model, "set_force_sum_reduction_for_comms", True)),  # noqa: FBT003  torch's
     "divided": _Case(_divides),
     "kept between microbatches": _Case(_keeps, micro_batches=2, is_kept=True),
     "kept, bf16": _Case(_keeps, micro_batches=2, is_kept=True, arguments={"mp_policy": MIXED}),
     "kept after forward, too": _Case(_keeps, micro_batches=2, is_kept=True, arguments={"reshard_after_forward": False}),
     "not gathered in backward": _Case(lambda model, _: model.set_reshard_after_forward(False)),
-    "reduced apart": _Case(lambda model, _: model.set_separate_reduce_scatter_group()),
     "offloaded": _Case(lambda *_: None, arguments={"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
     "replicas last": _Case(lambda model, i: model.set_requires_all_reduce(i == 1), (2, 2), 2),
-    "replicas last, unused": _Case(_adds_unused_last, (2, 2), 2),
-    "replicas, unused": _Case(lambda model, _: model.set_reduce_scatter_unused_params(True), (2, 2)),
 }
+if hasattr(FSDPModule, "set_reduce_scatter_unused_params"):  # since torch 2.12
+    CASES |= {
+        "reduced apart": _Case(lambda model, _: model.set_separate_reduce_scatter_group()),
+        "unused": _Case(lambda model, _: model.set_reduce_scatter_unused_params(True)),
+        "replicas last, unused": _Case(_adds_unused_last, (2, 2), 2),
+        "replicas, unused": _Case(lambda model, _: model.set_reduce_scatter_unused_params(True), (2, 2)),
+    }
 
 
 @long.parametrize("name", CASES, always=["kept between microbatches"])
