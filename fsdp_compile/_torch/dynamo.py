@@ -252,7 +252,8 @@ def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 @functools.cache
 def _call_of(kind: type) -> Callable[..., Any]:
     """`_call` for the modules of one class: Dynamo counts compiles by code object, and by its name sizes that vary."""
-    return types.FunctionType(_call.__code__.replace(co_name=f"call of {kind.__qualname__}"), globals())
+    name = f"call of {kind.__module__}.{kind.__qualname__}"
+    return types.FunctionType(_call.__code__.replace(co_name=name), globals())
 
 
 class FrameToCompile(NamedTuple):
