@@ -143,7 +143,7 @@ class CompiledStep:
         Also returns the offsets of the parameters of each of `grads` that get gradients.
         """
         groups = {at: group for at in self.flats if (group := ParamGroup.of(args[at])) is not None}
-        self._tell({group.unit for group in groups.values()})
+        self._begin({group.unit for group in groups.values()})
         for updates in (groups[at].updates for at in self.counted if at in groups):
             if self.phase is Phase.FORWARD:
                 updates.begin_forward()
@@ -174,7 +174,8 @@ class CompiledStep:
                 group.updates.chosen = edge.accumulated(group, each.grad_placement) & offsets
         return groups, produced
 
-    def _tell(self, units: Collection[Unit]) -> None:
+    def _begin(self, units: Collection[Unit]) -> None:
+        """Tells units that a forward uses them, or models that a backward runs, whose end they have to know."""
         if self.phase is Phase.FORWARD:
             for unit in units:
                 unit.begin_graph()
