@@ -125,6 +125,21 @@ def test_numbers_are_those_of_fsdp2(name: str) -> None:
     assert any(by_hooks) == case.is_kept
 
 
+def _gathers_before_backward(call: Any, x: torch.Tensor) -> torch.Tensor:
+    loss = call(x).square().sum()
+    call.layers[0].unshard()
+    call.layers[1].unshard(async_op=True)
+    return loss
+
+
+@long.parametrize("name", ["replicas last", "offloaded"], always=[])
+@on_ranks(world_size=4)
+def test_a_backward_frees_what_was_gathered_before_it_on_replicas(name: str) -> None:
+    case = CASES[name]
+    pair = pair_of(mesh=(2, 2), **case.arguments)
+    pair.train(*[pair.call] * 2, steps=3, before=case.before, loss=_gathers_before_backward)
+
+
 @on_ranks()
 def test_no_gather_in_backward() -> None:
     pair = pair_of(fullgraph=True)
